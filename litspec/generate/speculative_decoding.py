@@ -1,0 +1,284 @@
+"""Drop-in for `litgpt.generate.speculative_decoding`: change the import, keep the call.
+
+The names, arguments and return values are LitGPT's. The models may be any `nn.Module` with LitGPT's forward
+`(idx, input_pos, input_pos_maxp1)` and a `max_seq_length`, their K/V caches set up. What LitGPT's functions do not have
+is in `SpecLLM`: one width for verification, hence equal bits with and without a drafter; other drafters; one read a
+round.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import litgpt.model
+import torch
+import torch.nn as nn
+
+from litspec.decoding import decode
+from litspec.errors import InputError
+from litspec.sampling import Distribution, Greedy, Rejection, Sampling, concatenate
+from litspec.stopping import StopTokens, stop_sequences
+
+__all__ = ["generate", "next_token", "speculative_decoding"]
+
+# Vocabulary sizes of models that have no LitGPT config to ask, learned from the first logits seen.
+_seen_vocab_sizes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
+
+def _sampler(sample_kwargs: dict[str, Any]) -> Greedy | Rejection:
+    sampling = Sampling(**sample_kwargs)
+    return Greedy(sampling) if sampling.greedy else Rejection(sampling)
+
+
+def _vocab_size(model: nn.Module) -> int | None:
+    size = getattr(getattr(model, "config", None), "padded_vocab_size", None)
+    return size if isinstance(size, int) else _seen_vocab_sizes.get(model)
+
+
+def _forward(model: nn.Module, tokens: torch.Tensor, input_pos: torch.Tensor, input_pos_maxp1: Any) -> torch.Tensor:
+    """(T,) tokens at (T,) positions -> (T', V) logits, T' <= T rows, the last ones."""
+    logits = model(idx=tokens.view(1, -1), input_pos=input_pos, input_pos_maxp1=input_pos_maxp1)[0]
+    _seen_vocab_sizes[model] = logits.size(-1)
+    return logits
+
+
+def _raise_not_finite(model: str, input_pos: torch.Tensor) -> None:
+    raise InputError(
+        f"The {model} model's logits hold NaN or inf in the block that begins at position {input_pos[0].item()}; "
+        "check its weights and precision."
+    )
+
+
+def next_token(
+    model: nn.Module,
+    input_pos: torch.Tensor,
+    x: torch.Tensor,
+    input_pos_maxp1: int | torch.Tensor | None = None,
+    **sample_kwargs: Any,
+) -> torch.Tensor:
+    """Runs a model over tokens and chooses the one that follows.
+
+    Args:
+        model: See the module's docstring.
+        input_pos: (T,) int64, positions of the tokens.
+        x: (1, T), the tokens.
+        input_pos_maxp1: Largest position plus 1, if known.
+        sample_kwargs: `temperature`, `top_k`, `top_p`.
+
+    Returns:
+        (1,) int64.
+
+    Raises:
+        InputError: For a wrong setting, or logits that are not numbers.
+    """
+    sampler = _sampler(sample_kwargs)
+    logits = _forward(model, x, input_pos, input_pos_maxp1)[-1:]
+    empty = torch.empty(0, dtype=torch.int64, device=logits.device)
+    verified = sampler.verify(logits, 0, empty)
+    if not verified.finite:
+        _raise_not_finite("given", input_pos[-1:])
+    return verified.tokens
+
+
+def speculative_decoding(
+    draft_model: nn.Module,
+    target_model: nn.Module,
+    token: torch.Tensor,
+    input_pos: torch.Tensor,
+    input_pos_maxp1: int | torch.Tensor | None,
+    speculative_k: int,
+    **sample_kwargs: Any,
+) -> torch.Tensor:
+    """One round: the draft model proposes, the target verifies all proposals in one forward pass.
+
+    Args:
+        draft_model: The cheap model. Its cache should hold all positions before `input_pos`, as it does after a prefill
+            and after a round with `speculative_k` of at least 1; a gap costs acceptance, never the text.
+        target_model: The model whose text this is. Its cache must hold all positions before `input_pos`.
+        token: (1,) int64, the last committed token.
+        input_pos: (1,) int64, its position.
+        input_pos_maxp1: Its position plus 1, if known.
+        speculative_k: Tokens to propose; 0 is one plain step of the target.
+        sample_kwargs: `temperature`, `top_k`, `top_p`.
+
+    Returns:
+        (n,) int64, 1 <= n <= speculative_k + 1: the accepted proposals, then one token of the target's own.
+
+    Raises:
+        InputError: For a wrong setting, or logits that are not numbers (names the model and the position).
+    """
+    if speculative_k < 0:
+        raise InputError(f"speculative_k must be at least 0, got {speculative_k}")
+    sampler = _sampler(sample_kwargs)
+    token = token.view(1).to(torch.int64)
+    input_pos = input_pos.view(1)
+    shared_vocab_size = _vocab_size(target_model)
+
+    # Draft: k tokens, one by one. Ids that the target does not have are never proposed.
+    tokens, rows, draft_finite = [token], [], []
+    for i in range(speculative_k):
+        maxp1 = None if input_pos_maxp1 is None else input_pos_maxp1 + i
+        logits = _forward(draft_model, tokens[-1], input_pos + i, maxp1)[-1:, :shared_vocab_size]
+        draft_finite.append(logits.amax())
+        drafted, q = sampler.draw(logits, 0)
+        tokens.append(drafted)
+        rows.append(q)
+    block = torch.cat(tokens)
+
+    # Verify: k + 1 rows of the target in one pass.
+    positions = input_pos + torch.arange(speculative_k + 1, device=input_pos.device)
+    maxp1 = None if input_pos_maxp1 is None else input_pos_maxp1 + speculative_k
+    logits = _forward(target_model, block, positions, maxp1)
+
+    # Accept.
+    q = concatenate(rows) if rows and rows[0] is not None else None
+    if q is not None and q.ids is None and q.probs.size(1) > logits.size(-1):
+        q = Distribution(q.probs[:, : logits.size(-1)])
+    verified = sampler.verify(logits, 0, block[1:], q)
+
+    # One read: how many tokens to return, and whether all was well.
+    draft_ok = torch.stack(draft_finite).isfinite().all() if draft_finite else torch.ones_like(verified.finite)
+    accepted, target_ok, draft_ok = torch.stack((verified.accepted, verified.finite.long(), draft_ok.long())).tolist()
+    if not draft_ok:
+        _raise_not_finite("draft", input_pos)
+    if not target_ok:
+        _raise_not_finite("target", input_pos)
+    if accepted == speculative_k > 0:
+        # The draft has not seen its own last proposal, and the next call will not bring it.
+        maxp1 = None if input_pos_maxp1 is None else input_pos_maxp1 + speculative_k
+        _forward(draft_model, block[-1], input_pos + speculative_k, maxp1)
+    return verified.tokens[: accepted + 1]
+
+
+def _check_can_verify(model: nn.Module, name: str) -> None:
+    """Refuses LitGPT models whose caches cannot take back a refused draft."""
+    for module in model.modules():
+        if type(module) is not litgpt.model.CausalSelfAttention:
+            continue
+        window = module.config.sliding_window_size
+        if module.apply_sliding_window_attention and window < model.max_seq_length:
+            reason = f"its sliding-window layers (window {window}) overwrite live keys with refused drafts"
+        elif module.config.attention_logit_softcapping is not None:
+            reason = "its soft-capped attention is not causal once it has a cache"
+        else:
+            continue
+        raise InputError(
+            f"The {name} model {module.config.name!r} is a litgpt GPT that cannot verify blocks: {reason}. "
+            "Load its weights into litspec.model.GPT, which takes the same config and checkpoint."
+        )
+
+
+def _check_settings(
+    draft_model: nn.Module, target_model: nn.Module, prompt: torch.Tensor, max_returned_tokens: int, speculative_k: int
+) -> None:
+    if speculative_k < 0:
+        raise InputError(f"speculative_k must be at least 0, got {speculative_k}")
+    if prompt.dim() != 1 or prompt.size(0) == 0:
+        raise InputError(f"prompt must be a tensor of shape (T,) with at least one token, got {tuple(prompt.shape)}")
+    if max_returned_tokens <= prompt.size(0):
+        raise InputError(
+            f"max_returned_tokens counts prompt and completion, so it must be above the prompt's {prompt.size(0)} "
+            f"tokens, got {max_returned_tokens}"
+        )
+    for name, model in (("draft", draft_model), ("target", target_model)):
+        # The last token is returned but never fed.
+        if model.max_seq_length < max_returned_tokens - 1:
+            raise InputError(
+                f"The {name} model's max_seq_length must be at least max_returned_tokens - 1 = "
+                f"{max_returned_tokens - 1}, got {model.max_seq_length}"
+            )
+        _check_can_verify(model, name)
+
+
+@torch.inference_mode()
+def generate(
+    draft_model: nn.Module,
+    target_model: nn.Module,
+    prompt: torch.Tensor,
+    max_returned_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    stop_tokens: Iterable[Any] = (),
+    include_prompt: bool = True,
+    speculative_k: int,
+) -> tuple[torch.Tensor, float]:
+    """Generates a text with a draft and a target model; it is the text of the target alone.
+
+    Greedy (temperature 0 or top_p 0), each token is the target's argmax; sampled, the text has the target's own
+    distribution. The random numbers are torch's global ones: `torch.manual_seed` makes a call repeatable.
+
+    Args:
+        draft_model: Smaller, faster model. Both caches are filled from position 0.
+        target_model: The model whose text this is.
+        prompt: (T,) token ids.
+        max_returned_tokens: Most tokens of prompt and completion together.
+        temperature: See `sampling.Sampling`, as for `top_k` and `top_p`.
+        top_k: Only the k most likely tokens.
+        top_p: Only the most likely tokens that hold this probability together.
+        stop_tokens: A flat list of ids, or an iterable of id sequences. The first that is complete in the completion
+            ends the text and is not returned.
+        include_prompt: Whether the prompt comes first in the returned tokens.
+        speculative_k: Tokens to propose a round; 0 decodes plainly.
+
+    Returns:
+        The tokens, on the prompt's device: with the prompt in its dtype, else int64 and possibly of shape (0,). And the
+        acceptance rate, accepted over proposed tokens up to the end of the text, 0.0 where none was proposed.
+
+    Raises:
+        InputError: A ValueError; for settings out of range, a prompt of no tokens, a `max_seq_length` too small, a
+            model that cannot verify blocks, logits that are not numbers.
+    """
+    # Looked up when called: people replace these two functions in this module.
+    module = sys.modules[__name__]
+    sample_kwargs = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    Sampling(**sample_kwargs)
+    _check_settings(draft_model, target_model, prompt, max_returned_tokens, speculative_k)
+    device, prompt_size = prompt.device, prompt.size(0)
+    # Thunder compiles forwards without a Python number for the largest position.
+    thunder = any(m.__class__.__name__ == "ThunderModule" for m in target_model.modules())
+
+    def maxp1(size: int) -> int | None:
+        return None if thunder else size
+
+    def prefill() -> torch.Tensor:
+        input_pos = torch.arange(prompt_size, device=device)
+        args = (input_pos, prompt.view(1, -1))
+        module.next_token(draft_model, *args, input_pos_maxp1=maxp1(prompt_size), **sample_kwargs)
+        token = module.next_token(target_model, *args, input_pos_maxp1=maxp1(prompt_size), **sample_kwargs)
+        return token.view(-1)
+
+    def step(token: torch.Tensor, input_pos: int, k: int) -> torch.Tensor:
+        tokens = module.speculative_decoding(
+            draft_model=draft_model,
+            target_model=target_model,
+            token=token,
+            input_pos=torch.tensor([input_pos], device=device),
+            input_pos_maxp1=maxp1(input_pos + 1),
+            speculative_k=k,
+            **sample_kwargs,
+        )
+        return tokens.view(-1)
+
+    tokens: list[int] = []
+    proposed = accepted = 0
+    stop = StopTokens(stop_sequences(stop_tokens))
+    for block in decode(
+        prefill,
+        step,
+        prompt_size=prompt_size,
+        max_returned_tokens=max_returned_tokens,
+        speculative_k=speculative_k,
+        stop=stop,
+    ):
+        tokens += block.tokens
+        proposed += block.proposed
+        accepted += block.accepted
+    completion = torch.tensor(tokens, dtype=torch.int64, device=device)
+    if include_prompt:
+        completion = torch.cat((prompt, completion.to(prompt.dtype)))
+    return completion, accepted / proposed if proposed else 0.0

@@ -1,0 +1,365 @@
+"""From logits to tokens: processed distributions, three samplers, and their rules of acceptance.
+
+Shapes: R rows of logits, V ids in the (padded) vocabulary, K candidates that are left of them, m proposals.
+
+All of it stays on the device: nothing here reads a value to the host. Arithmetic is in float32 whatever the logits'
+type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from litspec.errors import InputError
+
+SamplerName = Literal["rejection", "coupled"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen from logits, applied in LitGPT's order: top-k, temperature, top-p.
+
+    Attributes:
+        temperature: Divides the logits; 0 takes the most likely token (greedy).
+        top_k: Only the k most likely tokens; None for all.
+        top_p: Only the most likely tokens that together hold this probability; 0 is greedy, 1 keeps all.
+        sampler: "rejection" keeps most proposals; "coupled" makes the text independent of drafter and k.
+        seed: Of the noise; any integer.
+
+    Raises:
+        InputError: For a value outside its range.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    sampler: SamplerName = "rejection"
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0 or self.temperature == float("inf"):
+            raise InputError(f"temperature must be a number of at least 0 (0 is greedy), got {self.temperature}")
+        if not 0 <= self.top_p <= 1:
+            raise InputError(f"top_p must be in [0, 1], got {self.top_p}")
+        if self.top_k is not None and self.top_k < 1:
+            raise InputError(f"top_k must be at least 1, or None for all tokens, got {self.top_k}")
+        if self.sampler not in ("rejection", "coupled"):
+            raise InputError(f"sampler must be 'rejection' or 'coupled', got {self.sampler!r}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0 or self.top_p == 0
+
+
+class Distribution(NamedTuple):
+    """R distributions over tokens.
+
+    Attributes:
+        probs: (R, K) float32, each row sums to 1.
+        ids: (R, K) int64, the token of each column; None where column j is token j (K = V).
+    """
+
+    probs: torch.Tensor
+    ids: torch.Tensor | None = None
+
+    def of(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The probability of one token per row: (R,) -> (R,)."""
+        if self.ids is None:
+            return self.probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+        return (self.probs * (self.ids == tokens.unsqueeze(1))).sum(1)
+
+    def row(self, index: torch.Tensor) -> Distribution:
+        """One row, chosen on the device: index (1,)."""
+        return Distribution(
+            self.probs.index_select(0, index), None if self.ids is None else self.ids.index_select(0, index)
+        )
+
+    def at(self, other: Distribution) -> torch.Tensor:
+        """These probabilities at the candidates of `other`, row by row: (R, K of other)."""
+        if other.ids is None:
+            size = other.probs.size(1)
+            if self.ids is not None:
+                return torch.zeros_like(other.probs).scatter_add_(1, self.ids, self.probs)
+            return F.pad(self.probs, (0, size - self.probs.size(1)))
+        if self.ids is not None:
+            return ((other.ids.unsqueeze(2) == self.ids.unsqueeze(1)) * self.probs.unsqueeze(1)).sum(2)
+        return F.pad(self.probs, (0, 1)).gather(1, other.ids.clamp(max=self.probs.size(1)))
+
+
+def concatenate(rows: Sequence[Distribution]) -> Distribution:
+    """Puts the rows of several distributions, made with the same settings, one below the other."""
+    ids = [row.ids for row in rows if row.ids is not None]
+    return Distribution(torch.cat([row.probs for row in rows]), torch.cat(ids) if ids else None)
+
+
+def processed(logits: torch.Tensor, sampling: Sampling) -> Distribution:
+    """Softmax after top-k, temperature and top-p.
+
+    Args:
+        logits: (R, V). An entry of -inf is a token of probability 0.
+        sampling: Not greedy.
+
+    Returns:
+        Sparse (K = top_k, most likely first) where top_k cuts anything, else dense. What follows then works on the
+        survivors only, which costs next to nothing.
+    """
+    values, ids = logits.float(), None
+    if sampling.top_k is not None and sampling.top_k < logits.size(-1):
+        values, ids = torch.topk(values, sampling.top_k)
+    if sampling.temperature != 1:
+        values = values / sampling.temperature
+    probs = F.softmax(values, dim=-1)
+    if sampling.top_p < 1:
+        # Keep a token iff it and all less likely ones hold more than 1 - top_p; the most likely one is always kept.
+        descending, order = (probs, None) if ids is not None else torch.sort(probs, dim=-1, descending=True)
+        keep = descending.flip(-1).cumsum(-1).flip(-1) > 1 - sampling.top_p
+        keep[:, 0] = True
+        if order is not None:
+            keep = torch.zeros_like(keep).scatter_(1, order, keep)
+        probs = probs * keep
+        probs = probs / probs.sum(-1, keepdim=True)
+    return Distribution(probs, ids)
+
+
+class Verified(NamedTuple):
+    """The outcome of one verification, still on the device.
+
+    Attributes:
+        tokens: (m + 1,) int64; the first `accepted + 1` are to be committed.
+        accepted: () int64, the length of the longest right prefix of the proposal.
+        finite: () bool, whether all logits and proposal probabilities were numbers.
+    """
+
+    tokens: torch.Tensor
+    accepted: torch.Tensor
+    finite: torch.Tensor
+
+
+class Sampler:
+    """Chooses tokens, for target and drafter alike.
+
+    Args:
+        sampling: The settings.
+        banned: Token ids that have probability 0 ...
+        banned_until: ... at positions before this one.
+    """
+
+    def __init__(self, sampling: Sampling, banned: Sequence[int] = (), banned_until: int = 0) -> None:
+        self.sampling = sampling
+        self._banned = list(banned)
+        self._banned_until = banned_until if self._banned else 0
+
+    def draw(self, logits: torch.Tensor, position: int) -> tuple[torch.Tensor, Distribution | None]:
+        """One token from one row.
+
+        Args:
+            logits: (1, V), of whatever model.
+            position: Where the token will stand.
+
+        Returns:
+            The token, (1,) int64, and the distribution it was drawn from, None where nothing was drawn.
+        """
+        raise NotImplementedError
+
+    def verify(
+        self, logits: torch.Tensor, position: int, tokens: torch.Tensor, q: Distribution | None = None
+    ) -> Verified:
+        """Accepts the longest right prefix of a proposal and adds one token of the target's own.
+
+        Args:
+            logits: (m + 1, V), the target's; row i stands for the token at `position + i`.
+            position: Where the first proposal stands.
+            tokens: (m,) int64, the proposal; m = 0 is a plain step.
+            q: m rows, the processed distributions that the proposal was drawn from; None where it was not drawn.
+        """
+        raise NotImplementedError
+
+    def ban(self, logits: torch.Tensor, position: int) -> torch.Tensor:
+        """Takes the banned ids out of the rows before `banned_until`; row i stands for the token at `position + i`."""
+        rows = self._banned_until - position
+        if rows > 0:
+            logits = logits.clone()
+            logits[:rows, [i for i in self._banned if i < logits.size(-1)]] = float("-inf")
+        return logits
+
+
+def _right_prefix(right: torch.Tensor) -> torch.Tensor:
+    """The number of True before the first False: (m,) -> ()."""
+    return right.cumprod(0).sum()
+
+
+class Greedy(Sampler):
+    """The most likely token; the lowest id where several are."""
+
+    def draw(self, logits: torch.Tensor, position: int) -> tuple[torch.Tensor, None]:
+        return self.ban(logits, position).max(-1).indices, None
+
+    def verify(
+        self, logits: torch.Tensor, position: int, tokens: torch.Tensor, q: Distribution | None = None
+    ) -> Verified:
+        # `max` finds the index several times faster than `argmax` on a CPU, and a NaN is its greatest value.
+        values, own = self.ban(logits, position).max(-1)
+        return Verified(own, _right_prefix(own[:-1] == tokens), values.isfinite().all())
+
+
+class Rejection(Sampler):
+    """Speculative sampling (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
+
+    A proposal x is accepted with probability min(1, p(x) / q(x)); on rejection the token is drawn from the residual
+    max(0, p - q), normalised; after m accepted ones a further token is drawn from p. The text has the target's own
+    distribution, whatever the drafter.
+
+    Args:
+        generator: Source of randomness, on the logits' device; None for torch's global one.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        banned: Sequence[int] = (),
+        banned_until: int = 0,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(sampling, banned, banned_until)
+        self._generator = generator
+
+    def _draw(self, weights: Distribution) -> torch.Tensor:
+        """One token from one row, which need not sum to 1: the first of K exponential clocks to ring."""
+        noise = torch.empty_like(weights.probs).exponential_(generator=self._generator)
+        column = (weights.probs / noise.clamp_min_(torch.finfo(noise.dtype).tiny)).max(-1).indices
+        return column if weights.ids is None else weights.ids[0].gather(0, column)
+
+    def draw(self, logits: torch.Tensor, position: int) -> tuple[torch.Tensor, Distribution]:
+        distribution = processed(self.ban(logits, position), self.sampling)
+        return self._draw(distribution), distribution
+
+    def verify(
+        self, logits: torch.Tensor, position: int, tokens: torch.Tensor, q: Distribution | None = None
+    ) -> Verified:
+        m = tokens.size(0)
+        p = processed(self.ban(logits, position), self.sampling)
+        finite = p.probs.isfinite().all()
+        if m == 0:
+            return Verified(self._draw(p), torch.zeros((), dtype=torch.int64, device=tokens.device), finite)
+
+        p_x = Distribution(p.probs[:m], None if p.ids is None else p.ids[:m]).of(tokens)
+        q_x = torch.ones_like(p_x) if q is None else q.of(tokens)
+        uniform = torch.rand(m, generator=self._generator, device=p_x.device)
+        accepted = _right_prefix(uniform * q_x < p_x)
+
+        # The row behind the accepted prefix, and the proposal's distribution there; none is left behind the last.
+        p_n = p.row(accepted.view(1))
+        last = accepted.clamp(max=m - 1).view(1)
+        if q is None:
+            x = tokens.index_select(0, last)
+            candidates = torch.arange(p_n.probs.size(1), device=x.device) if p_n.ids is None else p_n.ids
+            q_n = (candidates == x).to(p_n.probs.dtype).view_as(p_n.probs)
+        else:
+            q_n = q.row(last).at(p_n)
+            finite = finite & q.probs.isfinite().all()
+        residual = (p_n.probs - q_n * (accepted < m)).clamp_min(0)
+        # Where p and q are equal up to rounding nothing is left over; then p itself is the limit.
+        residual = torch.where(residual.sum() > 0, residual, p_n.probs)
+        own = self._draw(Distribution(residual, p_n.ids))
+
+        places = torch.arange(m + 1, device=tokens.device)
+        return Verified(torch.where(places < accepted, F.pad(tokens, (0, 1)), own), accepted, finite)
+
+
+class Coupled(Sampler):
+    """Gumbel sampling with noise shared by target and drafter (Daliri, Musco, Suresh 2024, arXiv 2408.07978).
+
+    The noise of a token is a function of seed, position and token id alone. Target and drafter both take
+    argmax(log p + noise); a proposal is accepted iff it is the target's own choice. So the text is a function of
+    target, prompt, seed and settings: no drafter and no k can change it.
+
+    Args:
+        seed: Any integer; its lowest 64 bits count.
+    """
+
+    def __init__(
+        self, sampling: Sampling, banned: Sequence[int] = (), banned_until: int = 0, seed: int | None = None
+    ) -> None:
+        super().__init__(sampling, banned, banned_until)
+        self._seed = (sampling.seed or 0) if seed is None else seed
+
+    def _choose(self, logits: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The choice of each row, (R,), and whether all logits were numbers, ()."""
+        p = processed(self.ban(logits, position), self.sampling)
+        ids = torch.arange(p.probs.size(1), device=p.probs.device).unsqueeze(0) if p.ids is None else p.ids
+        positions = torch.arange(position, position + logits.size(0), device=p.probs.device)
+        scores = p.probs.log() + gumbel_noise(self._seed, positions, ids)
+        values, columns = scores.max(-1)
+        if p.ids is not None:
+            # The lowest id wins a tie, in whatever order top-k left the candidates.
+            ties = torch.where(scores == values.unsqueeze(1), p.ids, torch.iinfo(torch.int64).max)
+            columns = ties.min(-1).values
+        return columns, p.probs.isfinite().all()
+
+    def draw(self, logits: torch.Tensor, position: int) -> tuple[torch.Tensor, None]:
+        return self._choose(logits, position)[0], None
+
+    def verify(
+        self, logits: torch.Tensor, position: int, tokens: torch.Tensor, q: Distribution | None = None
+    ) -> Verified:
+        own, finite = self._choose(logits, position)
+        return Verified(own, _right_prefix(own[:-1] == tokens), finite)
+
+
+_MASK = 0xFFFFFFFF
+
+
+def _hash(x: torch.Tensor) -> torch.Tensor:
+    """The lowbias32 integer hash, on int64 that hold 32 bits (a product wraps, which leaves its low bits right)."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
+    return x ^ (x >> 16)
+
+
+def gumbel_noise(seed: int, positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise from a counter.
+
+    Args:
+        seed: Its lowest 64 bits count.
+        positions: (R,) int64.
+        ids: (R, K) or (1, K) int64, token ids.
+
+    Returns:
+        (R, K) float32; the same number for the same seed, position and id, wherever in a block it is asked for.
+    """
+    key = _hash(positions ^ (seed & _MASK))
+    key = _hash(key ^ (seed >> 32 & _MASK))
+    bits = _hash((key.unsqueeze(1) + ids * 0x9E3779B1) & _MASK)
+    # In (0, 1): a float32 near 1 is coarse, and log1p(-v) wants v below 1.
+    v = ((bits.double() + 0.5) * 2.0**-32).float().clamp(max=1 - 2.0**-24)
+    return -torch.log(-torch.log1p(-v))
+
+
+def make_sampler(
+    sampling: Sampling,
+    *,
+    seed: int,
+    device: torch.device | str = "cpu",
+    banned: Sequence[int] = (),
+    banned_until: int = 0,
+) -> Sampler:
+    """The sampler for one text.
+
+    Args:
+        sampling: The settings; temperature 0 or top_p 0 is greedy with either sampler.
+        seed: Of this text.
+        device: Where the logits are.
+        banned: Ids of probability 0 ...
+        banned_until: ... at positions before this one.
+    """
+    if sampling.greedy:
+        return Greedy(sampling, banned, banned_until)
+    if sampling.sampler == "coupled":
+        return Coupled(sampling, banned, banned_until, seed)
+    generator = torch.Generator(device).manual_seed(seed & 0x7FFFFFFFFFFFFFFF)
+    return Rejection(sampling, banned, banned_until, generator)
