@@ -1,0 +1,298 @@
+"""The GPT that verifies: LitGPT's config and weights, a forward made for blocks. Notation: `litspec.model.kv_cache`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import litgpt.model
+import torch
+import torch.nn.functional as F
+from litgpt.config import Config
+from torch import Tensor, nn
+
+from litspec.errors import InputError
+from litspec.model.attention import MAX_FOLDED_ROWS, CausalSelfAttention, MultiheadLatentAttention, build_norm
+from litspec.model.kv_cache import KVCache, Rope, Step
+
+
+class LLaMAMoE(litgpt.model.LLaMAMoE):
+    """LitGPT's mixture of experts: its parameters, and a forward that keeps the bits of a row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rows `x` `(B, W, C)` through the experts each is routed to, `(B, W, C)`.
+
+        In a block to verify, an expert that any row is routed to runs on all rows, with weight zero where it was not
+        asked for: a product over only its own rows would sum in another order for another choice of rows. Long prefill
+        chunks, always cut the same way, hand each expert its own rows. Which experts are touched is read on the host;
+        a compiled graph cannot, and runs them all.
+        """
+        rows = x.flatten(0, 1)
+        if self.config.n_expert_groups:
+            probs, experts = self.gate(rows)
+        else:
+            logits, experts = self.gate(rows).topk(self.config.n_expert_per_token)
+            probs = logits.softmax(dim=-1, dtype=torch.float32)
+        probs = (probs * self.config.routed_scaling_factor).to(x.dtype)
+        weights = torch.zeros(len(rows), len(self.experts), dtype=x.dtype, device=x.device).scatter(1, experts, probs)
+        y = torch.zeros_like(rows)
+        if torch.compiler.is_compiling():
+            touched = range(len(self.experts))
+        else:
+            touched = experts.unique().tolist()
+        for expert in touched:
+            if x.size(1) <= MAX_FOLDED_ROWS:
+                y = torch.addcmul(y, self.experts[expert](rows), weights[:, expert, None])
+            else:
+                own = (experts == expert).any(dim=-1).nonzero().squeeze(-1)
+                y.index_add_(0, own, self.experts[expert](rows[own]) * weights[own, expert, None])
+        y = y.view_as(x)
+        return y + self.shared_experts(x) if self.config.n_shared_expert else y
+
+
+class Block(nn.Module):
+    """One layer, with LitGPT's parameter names."""
+
+    def __init__(self, config: Config, block_idx: int) -> None:
+        super().__init__()
+        attention = MultiheadLatentAttention if config.latent_attention else CausalSelfAttention
+        dense = config.first_k_dense_replace is not None and block_idx < config.first_k_dense_replace
+        if config.mlp_class_name != "LLaMAMoE":
+            mlp = config.mlp_class
+        else:
+            mlp = litgpt.model.LLaMAMLP if dense else LLaMAMoE
+
+        def norm(wanted: bool) -> nn.Module:
+            return build_norm(config, config.n_embd) if wanted else nn.Identity()
+
+        self.parallel_residual = config.parallel_residual
+        self.norm_1 = norm(config.norm_1)
+        self.attn = attention(config, block_idx)
+        self.post_attention_norm = norm(config.post_attention_norm)
+        # None: the MLP takes what the attention took.
+        self.norm_2 = None if config.norm_2 and config.shared_attention_norm else norm(config.norm_2)
+        self.mlp = mlp(config)
+        self.post_mlp_norm = norm(config.post_mlp_norm)
+
+    def forward(self, x: Tensor, step: Step, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """The residual stream `(B, W, C)` after this layer."""
+        normed = self.norm_1(x)
+        attended = x + self.post_attention_norm(self.attn(normed, step, k_cache, v_cache))
+        if self.norm_2 is not None:
+            normed = self.norm_2(x if self.parallel_residual else attended)
+        return attended + self.post_mlp_norm(self.mlp(normed))
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer with LitGPT's `Config` and parameter names, for inference.
+
+    Keys and values live in a `KVCache` that the caller holds. `prefill` reads a prompt, `verify` runs a block of rows
+    and can be undone by doing nothing: rows behind the last committed position are masked until they are overwritten.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=config.lm_head_bias)
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(config.padded_vocab_size, config.n_embd),
+                "h": nn.ModuleList(Block(config, block_idx) for block_idx in range(config.n_layer)),
+                "ln_f": build_norm(config, config.n_embd),
+            }
+        )
+        self.windows = {block.attn.window for block in self.transformer.h}
+        self.max_seq_length = config.block_size
+        self._own_cache: KVCache | None = None
+        self._rope: list[Rope] = []
+
+    # ---- sessions ----
+
+    @torch.no_grad()
+    def make_cache(
+        self, max_seq_length: int, *, batch_size: int = 1, width: int = 8, powers_of_two: bool = False
+    ) -> KVCache:
+        """An empty cache for one session.
+
+        Args:
+            max_seq_length: committed positions it must hold, at most the config's `block_size`.
+            batch_size: sequences, B.
+            width: rows of the widest block; that many slots come on top for the overhang of the last block.
+            powers_of_two: whether the buckets read double throughout, as compiled graphs want them.
+
+        Raises:
+            InputError: `max_seq_length` exceeds the context length of the model.
+        """
+        self._check_length(max_seq_length)
+        size = -(-(max_seq_length + width) // 64) * 64
+        size = size if size <= 512 else -(-size // 512) * 512
+        k, v = [], []
+        for block in self.transformer.h:
+            like = next(block.parameters())
+            shape = block.attn.cache_shape(batch_size, size)
+            k.append(torch.zeros(shape, dtype=like.dtype, device=like.device))
+            v.append(torch.zeros(shape, dtype=like.dtype, device=like.device))
+        rope = [(cos[:size], sin[:size]) for cos, sin in self._rope_tables(size)]
+        return KVCache(k, v, rope, max_seq_length, powers_of_two)
+
+    @torch.no_grad()
+    def prefill(
+        self, idx: Tensor, cache: KVCache, *, start: int = 0, chunk_size: int = 512, taps: Sequence[int] = ()
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Read a prompt, a chunk at a time, so that memory beyond K/V does not grow with its length.
+
+        Args:
+            idx: tokens `(B, T)`, at positions `start`, `start + 1`, ...
+            cache: written from `start` on.
+            start: position of the first token.
+            chunk_size: rows per forward; another size may change the last bits.
+            taps: see `verify`.
+
+        Returns:
+            Logits of the last token, `(B, 1, V)`; with taps also their states for all tokens, `(B, T, len(taps) * C)`.
+        """
+        tapped, T = [], idx.size(1)
+        for begin in range(0, T, chunk_size):
+            chunk = idx[:, begin : begin + chunk_size]
+            first = start + begin
+            input_pos = torch.full((idx.size(0),), first, device=idx.device)
+            step = Step.at(cache, input_pos, chunk.size(1), cache.bucket(first + chunk.size(1)), self.windows)
+            x, hidden = self._rows(chunk, step, cache, taps)
+            tapped += hidden
+        logits = self._head(x[:, -1:])
+        return (logits, torch.cat(tapped, dim=1)) if taps else logits
+
+    @torch.no_grad()
+    def verify(
+        self,
+        idx: Tensor,
+        input_pos: Tensor,
+        cache: KVCache,
+        *,
+        kv_length: int | None = None,
+        n_layer: int | None = None,
+        last: int | None = None,
+        taps: Sequence[int] = (),
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Run a block of rows at the end of what is committed.
+
+        Nothing depends on values but the results, so one compiled graph serves every call of the same W and `kv_length`.
+
+        Args:
+            idx: tokens `(B, W)`; W fixed over a session keeps a row's bits, missing rows are padding (id 0).
+            input_pos: position of row 0 of each sequence, `(B,)` int64.
+            cache: written at the rows' positions. Whatever lies behind them is masked.
+            kv_length: slots to read, at least `max(input_pos) + W` and best a bucket (`cache.bucket`); None: all.
+            n_layer: run only that many blocks, then the final norm and head (early exit).
+            last: logits of the last so many rows only.
+            taps: blocks (0-based) after which the residual stream is wanted; -1: after the final norm.
+
+        Returns:
+            Logits `(B, W, V)` (`(B, last, V)`); with taps also the states, `(B, W, len(taps) * C)`.
+        """
+        step = Step.at(cache, input_pos, idx.size(1), kv_length or cache.size, self.windows)
+        x, hidden = self._rows(idx, step, cache, taps, n_layer)
+        logits = self._head(x if last is None else x[:, -last:])
+        return (logits, hidden[0]) if taps else logits
+
+    def _rows(
+        self, idx: Tensor, step: Step, cache: KVCache, taps: Sequence[int] = (), n_layer: int | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The residual stream `(B, W, C)` before the final norm, and what the taps saw (in a list of one, or none)."""
+        x = self.transformer.wte(idx)
+        if self.config.scale_embeddings:
+            # Gemma was trained with the factor rounded to the dtype of its weights.
+            x = x * torch.tensor(self.config.n_embd**0.5, dtype=x.dtype)
+        seen = {}
+        for i, block in enumerate(self.transformer.h[:n_layer]):
+            k_cache, v_cache = cache.k[i], cache.v[i]
+            if x.device != k_cache.device:
+                x, step = x.to(k_cache.device), step.to(k_cache.device)
+            x = block(x, step, k_cache, v_cache)
+            if i in taps:
+                seen[i] = x
+        if -1 in taps:
+            seen[-1] = self.transformer.ln_f(x)
+        return x, [torch.cat([seen[i].to(x.device) for i in taps], dim=-1)] if taps else []
+
+    def _head(self, x: Tensor) -> Tensor:
+        """Final norm and logits."""
+        logits = self.lm_head(self.transformer.ln_f(x))
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _rope_tables(self, length: int) -> list[Rope]:
+        """Tables of at least `length` rows per rope base, in the dtype and on the device of the weights."""
+        like = next(self.transformer.h[0].parameters())
+        if self._rope:
+            cos = self._rope[0][0]
+            if cos.size(0) >= length and cos.dtype == like.dtype and cos.device == like.device:
+                return self._rope
+        source = SimpleNamespace(config=self.config, max_seq_length=length)
+        cos, sin = litgpt.model.GPT.rope_cache(source, device=like.device)
+        half = cos.size(1) // 2
+        sin = torch.cat((-sin[:, :half], sin[:, half:]), dim=1)
+        cos, sin = cos.to(like.dtype), sin.to(like.dtype)
+        tables = [(cos, sin)] if cos.dim() == 2 else list(zip(cos.unbind(-1), sin.unbind(-1)))
+        self._rope = [(c.contiguous(), s.contiguous()) for c, s in tables]
+        return self._rope
+
+    # ---- LitGPT's calling convention ----
+
+    @property
+    def max_seq_length(self) -> int:
+        """Committed positions of the module's own cache."""
+        return self._max_seq_length
+
+    @max_seq_length.setter
+    def max_seq_length(self, value: int) -> None:
+        self._check_length(value)
+        self._max_seq_length = value
+
+    def _check_length(self, length: int) -> None:
+        if length > self.config.block_size:
+            raise InputError(
+                f"{length} positions are more than the model can attend to; its context length is "
+                f"{self.config.block_size}, so ask for fewer tokens or a shorter prompt."
+            )
+
+    def set_kv_cache(self, batch_size: int = 1, max_seq_length: int | None = None, *_: object, **__: object) -> None:
+        """Give the module a cache of its own, as LitGPT's loops expect; further arguments of LitGPT's are ignored."""
+        self._own_cache = self.make_cache(max_seq_length or self.max_seq_length, batch_size=batch_size)
+
+    def clear_kv_cache(self) -> None:
+        """Drop the module's own cache."""
+        self._own_cache = None
+
+    def forward(self, idx: Tensor, input_pos: Tensor | None = None, input_pos_maxp1: int | None = None) -> Tensor:
+        """LitGPT's calling convention, over the cache that the module keeps.
+
+        Args:
+            idx: tokens `(B, T)`.
+            input_pos: their positions, `(T,)` and consecutive; None: `0 ... T - 1`, without a cache.
+            input_pos_maxp1: the last position plus one, where the caller knows it: fewer keys are then read.
+
+        Returns:
+            Logits of all rows, `(B, T, V)`.
+
+        Raises:
+            TypeError: `input_pos` is given, but `set_kv_cache` was not called.
+            InputError: a position lies beyond `max_seq_length`.
+        """
+        B, T = idx.shape
+        cache = self._own_cache if input_pos is not None else self.make_cache(T, batch_size=B, width=0)
+        if cache is None:
+            raise TypeError("You need to call `gpt.set_kv_cache()`")
+        if input_pos is None:
+            input_pos, input_pos_maxp1 = torch.arange(T, device=idx.device), T
+        if max(T, input_pos_maxp1 or 0) > cache.max_seq_length:
+            raise InputError(
+                f"Position {max(T, input_pos_maxp1 or 0) - 1} lies beyond the cache, which holds "
+                f"{cache.max_seq_length} positions; set a larger `max_seq_length`."
+            )
+        logits = []
+        for begin in range(0, T, 512):
+            rows = idx[:, begin : begin + 512]
+            end = None if input_pos_maxp1 is None else cache.bucket(input_pos_maxp1 - T + begin + rows.size(1))
+            logits.append(self.verify(rows, input_pos[begin].expand(B), cache, kv_length=end))
+        return logits[0] if len(logits) == 1 else torch.cat(logits, dim=1)

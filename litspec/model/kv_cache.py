@@ -1,0 +1,128 @@
+"""Keys and values of one text, and what all layers of one forward share.
+
+Notation, used in the whole package `litspec.model`:
+
+    B  sequences in a batch            S  slots of a K/V buffer
+    W  rows (tokens) of one forward    L  slots read by this forward (`kv_length`, a bucket)
+    H  query heads of one layer        n  rotated elements of a head (the first n of D)
+    G  query groups (K/V heads)        C  width of the residual stream (`n_embd`)
+    R  H / G, query heads per group    V  padded vocabulary
+    D  head size
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+Rope = tuple[Tensor, Tensor]  # cosines, and sines whose first half is negated
+
+
+def kv_bucket(length: int, *, powers_of_two: bool = False) -> int:
+    """The number of K/V slots read to cover `length` positions: 64, 128, 256, 512, then multiples of 512.
+
+    The CPU's fused attention works through the keys 512 at a time. Reading a longer bucket then adds whole masked chunks
+    and changes no bit of the result, while a length that cuts a chunk elsewhere does.
+
+    Args:
+        length: positions to cover.
+        powers_of_two: double from 64 on throughout, so that few lengths (compiled graphs) cover any context.
+    """
+    bucket = 64
+    while bucket < length and (powers_of_two or bucket < 512):
+        bucket *= 2
+    return bucket if bucket >= length else -(-length // 512) * 512
+
+
+class KVCache:
+    """Keys and values of one session. The model owns none, so that one model serves any number of texts at once.
+
+    Every position has its own slot, also in layers with a sliding window: there the window is a mask. A ring of the
+    window's size would let the rows of a refused draft overwrite keys that are still in sight.
+
+    Attributes:
+        k: one buffer per layer, `(B, G, S, D)`. Zeroed at birth: a masked slot may hold any number, but not NaN.
+        v: the same for the values.
+        rope: per rope base the tables `(cos, sin)`, each `(S, n)`, shared with the model's other caches.
+        max_seq_length: committed positions there is room for; the overhang of the last block comes on top.
+        powers_of_two: whether buckets double throughout (see `kv_bucket`).
+    """
+
+    def __init__(
+        self, k: list[Tensor], v: list[Tensor], rope: list[Rope], max_seq_length: int, powers_of_two: bool = False
+    ) -> None:
+        self.k, self.v = k, v
+        self.rope = rope
+        self.max_seq_length = max_seq_length
+        self.powers_of_two = powers_of_two
+        self.slots = torch.arange(self.size, device=rope[0][0].device)
+
+    @property
+    def size(self) -> int:
+        """Slots per sequence, S."""
+        return self.k[0].size(2)
+
+    def bucket(self, length: int) -> int:
+        """The `kv_length` that covers `length` positions of this cache."""
+        return min(kv_bucket(length, powers_of_two=self.powers_of_two), self.size)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What all layers of one forward share.
+
+    Attributes:
+        kv_length: slots read, L.
+        positions: where the rows stand, `(B, W)`.
+        rope: per rope base the rows `(cos, sin)`, each `(B, W, 1, n)`.
+        masks: window size (None: no window) -> additive mask, `(B, 1, W, L)`.
+        folded_masks: the same for queries folded by `attention.fold`, `(B, 1, R * W, L)`; filled on first use.
+    """
+
+    kv_length: int
+    positions: Tensor
+    rope: tuple[Rope, ...]
+    masks: dict[int | None, Tensor]
+    folded_masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def at(cls, cache: KVCache, input_pos: Tensor, width: int, kv_length: int, windows: set[int | None]) -> Step:
+        """The step of `width` rows from `input_pos` `(B,)` on, reading `kv_length` slots."""
+        positions = input_pos[:, None] + cache.slots[:width]
+        slots, rows = cache.slots[:kv_length], positions[:, None, :, None]
+        hidden = slots > rows
+        masks = {}
+        for window in windows:
+            # A bucket within the window hides nothing more: one mask then serves both kinds of layer.
+            narrow = window is not None and window < kv_length
+            out_of_sight = hidden | (slots <= rows - window) if narrow else hidden
+            masks[window] = torch.zeros(out_of_sight.shape, dtype=cache.k[0].dtype, device=slots.device).masked_fill_(
+                out_of_sight, -torch.inf
+            )
+        rope = tuple((cos[positions].unsqueeze(2), sin[positions].unsqueeze(2)) for cos, sin in cache.rope)
+        return cls(kv_length, positions, rope, masks)
+
+    def folded_mask(self, window: int | None, heads_per_group: int) -> Tensor:
+        """The mask of a kind of layer, repeated for the R query heads of a group: `(B, 1, R * W, L)`."""
+        key = (window, heads_per_group)
+        if key not in self.folded_masks:
+            self.folded_masks[key] = self.masks[window].repeat(1, 1, heads_per_group, 1)
+        return self.folded_masks[key]
+
+    def write(self, buffer: Tensor, new: Tensor) -> None:
+        """Put `new` `(B, G, W, D)` into `buffer` `(B, G, S, D)` at this step's positions."""
+        if new.size(0) == 1:
+            buffer.index_copy_(2, self.positions[0], new)
+        else:
+            buffer.scatter_(2, self.positions[:, None, :, None].expand_as(new), new)
+
+    def to(self, device: torch.device) -> Step:
+        """The same step for layers on another device."""
+        return Step(
+            self.kv_length,
+            self.positions.to(device),
+            tuple((cos.to(device), sin.to(device)) for cos, sin in self.rope),
+            {window: mask.to(device) for window, mask in self.masks.items()},
+        )
