@@ -188,7 +188,7 @@ class Sampler:
         return logits
 
 
-def _right_prefix(right: torch.Tensor) -> torch.Tensor:
+def right_prefix(right: torch.Tensor) -> torch.Tensor:
     """The number of True before the first False: (m,) -> ()."""
     return right.cumprod(0).sum()
 
@@ -204,7 +204,7 @@ class Greedy(Sampler):
     ) -> Verified:
         # `max` finds the index several times faster than `argmax` on a CPU, and a NaN is its greatest value.
         values, own = self.ban(logits, position).max(-1)
-        return Verified(own, _right_prefix(own[:-1] == tokens), values.isfinite().all())
+        return Verified(own, right_prefix(own[:-1] == tokens), values.isfinite().all())
 
 
 class Rejection(Sampler):
@@ -250,7 +250,7 @@ class Rejection(Sampler):
         p_x = Distribution(p.probs[:m], None if p.ids is None else p.ids[:m]).of(tokens)
         q_x = torch.ones_like(p_x) if q is None else q.of(tokens)
         uniform = torch.rand(m, generator=self._generator, device=p_x.device)
-        accepted = _right_prefix(uniform * q_x < p_x)
+        accepted = right_prefix(uniform * q_x < p_x)
 
         # The row behind the accepted prefix, and the proposal's distribution there; none is left behind the last.
         p_n = p.row(accepted.view(1))
@@ -308,7 +308,7 @@ class Coupled(Sampler):
         self, logits: torch.Tensor, position: int, tokens: torch.Tensor, q: Distribution | None = None
     ) -> Verified:
         own, finite = self._choose(logits, position)
-        return Verified(own, _right_prefix(own[:-1] == tokens), finite)
+        return Verified(own, right_prefix(own[:-1] == tokens), finite)
 
 
 _MASK = 0xFFFFFFFF

@@ -138,6 +138,7 @@ class StopStrings:
         self._seen = 0
         self._first_char = 0  # nothing before it is a stop
         self.safe_chars = 0
+        self.found = False
 
     def push(self, tokens: Sequence[int]) -> Verdict:
         """See `Stop.push`: `safe` is the shortest run of tokens whose text covers `safe_chars`."""
@@ -153,6 +154,7 @@ class StopStrings:
             begin = max(self._first_char, before - self._longest + 1)
             found = [at for string in self._strings if (at := text.find(string, begin)) >= 0]
             if found:
+                self.found = True
                 self.safe_chars = min(found)
                 return Verdict(detokenizer.tokens_for(self.safe_chars), self._seen)
         text = detokenizer.text

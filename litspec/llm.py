@@ -1,0 +1,368 @@
+"""`SpecLLM`: load a pair, text in, a `Completion` or a stream out."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+
+from litspec.checkpoint import check_pair, open_checkpoint
+from litspec.decoding import Block, FinishReason, decode
+from litspec.demo import DEMO_DRAFT, DEMO_TARGET
+from litspec.drafters import Drafter, DrafterName, SpeculativeK, make_drafter, make_speculative_k
+from litspec.errors import InputError
+from litspec.placement import Placement, place
+from litspec.report import Stats, make_stats
+from litspec.rounds import Placed, Rounds, TargetSession
+from litspec.sampling import Sampler, SamplerName, Sampling, make_sampler
+from litspec.stopping import FirstOf, StopStrings, StopTokens
+from litspec.text import TextCodec
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished text.
+
+    Attributes:
+        prompt: As it was given, before the prompt style.
+        text: The completion. With a stop string it ends before it, perhaps in the middle of the last token.
+        token_ids: Its tokens: the shortest run that decodes to (at least) the text.
+        finish_reason: "stop" or "length".
+        stats: Counts and times.
+        drafted: For each token, whether a drafter proposed it (else it is the target's own).
+        blocks: What each round committed, the prefill first.
+    """
+
+    prompt: str
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stats: Stats
+    drafted: list[bool] = field(repr=False)
+    blocks: list[Block] = field(repr=False)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def text_seed(seed: int, index: int) -> int:
+    """The seed of the index-th text of many: a hash, so that adding a text changes no other's."""
+    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+class TextStream(Iterator[str]):
+    """Pieces of a text as they are committed: whole characters, and nothing that a stop takes back.
+
+    Attributes:
+        completion: The finished text; None until the stream has ended.
+    """
+
+    def __init__(self, pieces: Iterator[str | Completion]) -> None:
+        self._pieces = pieces
+        self.completion: Completion | None = None
+
+    def __next__(self) -> str:
+        for piece in self._pieces:
+            if isinstance(piece, str):
+                return piece
+            self.completion = piece
+        raise StopIteration
+
+    def close(self) -> None:
+        """Ends the stream early."""
+        self._pieces.close()
+
+
+class SpecLLM:
+    """A target and who drafts for it, ready to generate. Made by `SpecLLM.load`.
+
+    Attributes:
+        notes: What is worth knowing about the loaded pair, as sentences.
+        drafter: Who drafts; None for plain decoding.
+        verify_width: Rows the target verifies at once.
+    """
+
+    def __init__(
+        self, placed: Placed, codec: TextCodec, drafter: Drafter | None, notes: Sequence[str] = ()
+    ) -> None:
+        self.drafter = drafter
+        self.notes = list(notes)
+        self.verify_width = placed.verify_width
+        self._placed = placed
+        self._codec = codec
+        self._idle: TargetSession | None = None  # the last text's session, kept for its memory and its prompt
+        self._lock = threading.Lock()
+
+    @classmethod
+    def load(
+        cls,
+        checkpoint_dir: str | Path | None = None,
+        draft_dir: str | Path | None = None,
+        *,
+        drafter: DrafterName | Drafter = "auto",
+        accelerator: str = "auto",
+        devices: int | str = 1,
+        num_nodes: int = 1,
+        placement: Placement = "auto",
+        precision: str | None = None,
+        draft_precision: str | None = None,
+        draft_device: str | None = None,
+        exit_layer: int | None = None,
+        verify_width: int = 8,
+    ) -> SpecLLM:
+        """Loads a target and its drafter.
+
+        Args:
+            checkpoint_dir: Folder of the target in LitGPT's format, or its name below `checkpoints/`. None loads the
+                embedded demonstration pair.
+            draft_dir: Folder of the draft model.
+            drafter: Who drafts: "draft_model", "prompt_lookup", "early_exit", "none", or an object of the protocol in
+                `litspec.drafters`. "auto" is the draft model where there is one, else prompt lookup.
+            accelerator: As in Lightning Fabric, and so for `devices` and `num_nodes`.
+            devices: How many devices.
+            num_nodes: How many machines.
+            placement: "single", "tensor_parallel", "sequential" or "replicate"; "auto" is single where the pair fits one
+                device, else tensor_parallel.
+            precision: "bf16-true", "16-true" or "32-true"; None is bf16-true where the device has it, 32-true on a CPU.
+            draft_precision: The draft model's, None for the same.
+            draft_device: The draft model's device, None for the target's.
+            exit_layer: Layers that draft, for "early_exit".
+            verify_width: Rows the target verifies at once, always, at least `speculative_k` + 1. The bits of the text
+                depend on it, so it is fixed when loading.
+
+        Raises:
+            InputError: A ValueError; a sentence about a folder, file or setting that cannot be used.
+        """
+        if verify_width < 1:
+            raise InputError(f"verify_width must be at least 1, got {verify_width}")
+        if checkpoint_dir is None:
+            if draft_dir is not None:
+                raise InputError("draft_dir is given without checkpoint_dir; name the target's folder too.")
+            checkpoint_dir = DEMO_TARGET
+            draft_dir = DEMO_DRAFT if drafter in ("auto", "draft_model") else None
+        target = open_checkpoint(checkpoint_dir, role="checkpoint_dir")
+        draft = open_checkpoint(draft_dir, role="draft_dir") if draft_dir is not None else None
+        codec = TextCodec(target.dir, target.config)
+        pair = check_pair(target, draft) if draft is not None else None
+        placed = place(
+            target,
+            draft,
+            accelerator=accelerator,
+            devices=devices,
+            num_nodes=num_nodes,
+            placement=placement,
+            precision=precision,
+            draft_precision=draft_precision,
+            draft_device=draft_device,
+            verify_width=verify_width,
+        )
+        chosen = make_drafter(drafter, placed, pair=pair, exit_layer=exit_layer)
+        return cls(placed, codec, chosen, pair.notes if pair is not None else ())
+
+    @overload
+    def generate(self, prompt: str, *, stream: Literal[False] = ..., **settings: Any) -> Completion: ...
+    @overload
+    def generate(self, prompt: str, *, stream: Literal[True], **settings: Any) -> TextStream: ...
+    @overload
+    def generate(self, prompt: Sequence[str], *, stream: Literal[False] = ..., **settings: Any) -> list[Completion]: ...
+
+    def generate(
+        self,
+        prompt: str | Sequence[str],
+        *,
+        sys_prompt: str | None = None,
+        max_new_tokens: int = 50,
+        min_new_tokens: int = 0,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        sampler: SamplerName = "rejection",
+        speculative_k: int | Literal["auto"] = "auto",
+        stop: str | Sequence[str] | None = None,
+        stream: bool = False,
+        index: int = 0,
+    ) -> Completion | TextStream | list[Completion]:
+        """Generates the target's own text, sooner.
+
+        Args:
+            prompt: A prompt, to which the checkpoint's prompt style is applied; or several, one text each.
+            sys_prompt: System prompt, for prompt styles that have one.
+            max_new_tokens: Most tokens of the completion.
+            min_new_tokens: Until so many tokens, stop tokens have probability 0 and other stops are ignored.
+            temperature: Divides the logits; 0 is greedy.
+            top_k: Only the k most likely tokens; None for all.
+            top_p: Only the most likely tokens that hold this probability together; 0 is greedy.
+            seed: Of the text; the same seed gives the same text. None draws one from torch's global generator.
+            sampler: "rejection" accepts most and keeps the target's distribution; "coupled" makes a sampled text the same
+                for every drafter and every k, as a greedy text always is.
+            speculative_k: Proposals a round, 0 to `verify_width` - 1; "auto" chooses what pays. With the rejection sampler
+                a sampled text depends on k, so there "auto" looks at counts only, never at a clock.
+            stop: A string, or several, before the first of which the text ends.
+            stream: Return an iterator of pieces of the text instead.
+            index: Of this text among many: with the seed it makes the text's own random stream. The texts of a list are
+                counted on from it.
+
+        Raises:
+            InputError: A ValueError; for a setting out of range, or a prompt too long for the model.
+        """
+        if not isinstance(prompt, str) and stream:
+            raise InputError("stream=True takes one prompt, not a list; stream them one after the other.")
+        if seed is None:
+            seed = int(torch.randint(2**62, ()).item())
+        settings = dict(
+            sys_prompt=sys_prompt,
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=min_new_tokens,
+            sampling=Sampling(temperature, top_k, top_p, sampler),
+            seed=seed,
+            speculative_k=speculative_k,
+            stop=[stop] if isinstance(stop, str) else list(stop or ()),
+        )
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        # Checked and encoded now, so that a mistake shows here and not at the first piece.
+        streams = [TextStream(self._begin(text, index=index + i, **settings)) for i, text in enumerate(prompts)]
+        if stream:
+            return streams[0]
+        completions = []
+        for text in streams:
+            for _ in text:
+                pass
+            completions.append(text.completion)
+        return completions[0] if isinstance(prompt, str) else completions
+
+    def _begin(
+        self,
+        prompt: str,
+        *,
+        sys_prompt: str | None,
+        max_new_tokens: int,
+        min_new_tokens: int,
+        sampling: Sampling,
+        seed: int,
+        index: int,
+        speculative_k: int | Literal["auto"],
+        stop: list[str],
+    ) -> Iterator[str | Completion]:
+        """Checks a request; the pieces of its text, then its `Completion`, come as they are asked for."""
+        if max_new_tokens < 1:
+            raise InputError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        if not 0 <= min_new_tokens <= max_new_tokens:
+            raise InputError(f"min_new_tokens must be in [0, max_new_tokens = {max_new_tokens}], got {min_new_tokens}")
+        if speculative_k != "auto" and not (isinstance(speculative_k, int) and speculative_k >= 0):
+            raise InputError(f"speculative_k must be 'auto' or a whole number of at least 0, got {speculative_k!r}")
+        if speculative_k != "auto" and self.drafter is not None and speculative_k >= self.verify_width:
+            raise InputError(
+                f"speculative_k must be below verify_width, which is {self.verify_width}, got {speculative_k}; "
+                f"load with verify_width={speculative_k + 1}"
+            )
+        ids = self._codec.encode(prompt, sys_prompt).tolist()
+        block_size = self._placed.model.config.block_size
+        if len(ids) + max_new_tokens > block_size:
+            raise InputError(
+                f"The prompt's {len(ids)} tokens and max_new_tokens = {max_new_tokens} make "
+                f"{len(ids) + max_new_tokens}, but the model's block_size is {block_size}; shorten one of them."
+            )
+        stop_tokens = self._codec.stop_tokens
+        stop_ids = [sequence[0] for sequence in stop_tokens if len(sequence) == 1]
+        tokens_stop = StopTokens(stop_tokens, ignore_first=min_new_tokens)
+        strings = StopStrings(stop, self._codec.detokenizer(), min_new_tokens) if stop else None
+        sampler = make_sampler(
+            sampling,
+            seed=text_seed(seed, index),
+            device=self._placed.device,
+            banned=stop_ids,
+            banned_until=len(ids) + min_new_tokens if min_new_tokens else 0,
+        )
+        choose_k = make_speculative_k(
+            0 if self.drafter is None else speculative_k, self._placed, self.drafter, sampling
+        )
+        return self._run(
+            prompt,
+            ids,
+            max_length=len(ids) + max_new_tokens,
+            stop_ids=stop_ids,
+            stop=tokens_stop if strings is None else FirstOf(tokens_stop, strings),
+            strings=strings,
+            sampler=sampler,
+            choose_k=choose_k,
+        )
+
+    def _run(
+        self,
+        prompt: str,
+        ids: list[int],
+        *,
+        max_length: int,
+        stop_ids: list[int],
+        stop: StopTokens | FirstOf,
+        strings: StopStrings | None,
+        sampler: Sampler,
+        choose_k: SpeculativeK,
+    ) -> Iterator[str | Completion]:
+        began = time.perf_counter()
+        target = self._take_session(max_length, stop_ids)
+        drafter = self.drafter
+        draft = drafter.begin(target, max_length, sampler) if drafter is not None else None
+        rounds = Rounds(target, draft, sampler, choose_k, taps=drafter.taps if drafter is not None else ())
+        detokenizer = self._codec.detokenizer()
+        token_ids: list[int] = []
+        drafted: list[bool] = []
+        blocks: list[Block] = []
+        shown = 0
+        first = began
+        for block in decode(
+            lambda: rounds.prefill(ids),
+            rounds.step,
+            prompt_size=len(ids),
+            max_returned_tokens=max_length,
+            speculative_k=lambda: rounds.speculative_k,
+            stop=stop,
+        ):
+            if not blocks:
+                first = time.perf_counter()
+            blocks.append(block)
+            token_ids += block.tokens
+            drafted += block.drafted
+            detokenizer.push(block.tokens)
+            if block.finish_reason is not None:
+                break
+            # A released token may end in characters that are still held for a stop string.
+            sure = len(detokenizer.text) if strings is None else min(len(detokenizer.text), strings.safe_chars)
+            if sure > shown:
+                yield detokenizer.text[shown:sure]
+                shown = sure
+        ended = time.perf_counter()
+        # Reached only by a text that ended: an abandoned stream keeps its session to itself until it is collected.
+        self._idle = target
+        detokenizer.flush()
+        text = detokenizer.text
+        if strings is not None and strings.found:
+            text = text[: strings.safe_chars]
+        if len(text) > shown:
+            yield text[shown:]
+        stats = make_stats(
+            blocks,
+            prefill_seconds=first - began,
+            decode_seconds=ended - first,
+            draft_seconds=rounds.draft_seconds,
+            verify_seconds=rounds.verify_seconds,
+        )
+        yield Completion(prompt, text, token_ids, blocks[-1].finish_reason, stats, drafted, blocks)
+
+    def _take_session(self, max_length: int, stop_ids: list[int]) -> TargetSession:
+        """The idle session where its cache is large enough, else a new one."""
+        with self._lock:
+            session, self._idle = self._idle, None
+        if session is not None and session.max_length >= max_length:
+            session.stop_ids = tuple(stop_ids)
+            return session
+        del session
+        return TargetSession(self._placed, max_length, stop_ids)

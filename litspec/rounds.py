@@ -1,0 +1,234 @@
+"""One text's rounds over a placed target and a drafter: propose, verify, accept, one read.
+
+This is what `decoding.decode` is handed: `Rounds.prefill` and `Rounds.step`. Everything here speaks of tokens and
+positions of a single text; batches of one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from litspec.decoding import Round
+from litspec.errors import InputError
+from litspec.sampling import Sampler, Verified, right_prefix
+
+if TYPE_CHECKING:
+    from litspec.drafters.base import DraftSession
+    from litspec.drafters.speculative_k import SpeculativeK
+    from litspec.model import GPT, KVCache
+
+# Rows that a prompt is read in; another size would change the last bits of its keys and values.
+PREFILL_CHUNK = 512
+
+
+class Placed(Protocol):
+    """A target whose weights have been placed on one device or many (see `litspec.placement`).
+
+    Attributes:
+        model: The model; what it returns lies on `device`, complete, on every rank.
+        device: Where tokens and logits are.
+        verify_width: W, the rows of every verification.
+    """
+
+    model: GPT
+    device: torch.device
+    verify_width: int
+
+    def agree(self, packed: torch.Tensor, decide: Callable[[list[int]], int]) -> list[int]:
+        """Brings the outcome of a round to the host, the only read of the round, the same on every rank.
+
+        Args:
+            packed: (n,) int64, this rank's outcome.
+            decide: Given the outcome, returns the k of the next round; called on one rank only.
+
+        Returns:
+            The deciding rank's outcome with that k appended.
+        """
+        ...
+
+
+class TargetSession:
+    """One text's hold on the target: its K/V cache and what stands in it.
+
+    Attributes:
+        model: The target.
+        config: Its LitGPT config.
+        cache: Keys and values; positions behind the committed ones hold leftovers that nothing reads.
+        device: Where tokens and logits are.
+        verify_width: W.
+        stop_ids: Single tokens that end the text, for drafters that want to cut their proposals.
+    """
+
+    def __init__(self, placed: Placed, max_length: int, stop_ids: Sequence[int] = ()) -> None:
+        self.placed = placed
+        self.model = placed.model
+        self.config = placed.model.config
+        self.device = placed.device
+        self.verify_width = placed.verify_width
+        self.stop_ids = tuple(stop_ids)
+        self.cache: KVCache = placed.model.make_cache(max_length, width=self.verify_width)
+        self.max_length = max_length
+        self._tokens: list[int] = []  # the prompt whose keys and values the cache holds
+        self._logits: torch.Tensor | None = None  # (1, V), what followed it
+        self._block = torch.zeros(1, self.verify_width, dtype=torch.int64, device=self.device)
+
+    def prefill(
+        self, prompt: Sequence[int], taps: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Reads the prompt, or what the cache does not hold of it yet.
+
+        Keys and values are kept up to the last border between chunks before which this prompt equals the last one: there
+        the chunks, hence the bits, are the same as in a fresh session.
+
+        Returns:
+            Logits of the last token, (1, V); with taps the states of all tokens, (T, len(taps) * n_embd), else None.
+        """
+        tokens = list(prompt)
+        if tokens == self._tokens and self._logits is not None and not taps:
+            return self._logits, None
+        shared = 0
+        while shared < min(len(tokens), len(self._tokens)) and tokens[shared] == self._tokens[shared]:
+            shared += 1
+        # At least one token is left to run, whose logits are wanted.
+        start = 0 if taps else min(shared, len(tokens) - 1) // PREFILL_CHUNK * PREFILL_CHUNK
+        self._tokens = []
+        idx = torch.tensor([tokens[start:]], device=self.device)
+        result = self.model.prefill(idx, self.cache, start=start, chunk_size=PREFILL_CHUNK, taps=taps)
+        logits, hidden = result if taps else (result, None)
+        self._tokens, self._logits = tokens, logits[0]
+        return self._logits, None if hidden is None else hidden[0]
+
+    def verify(
+        self, token: int, input_pos: int, proposal: torch.Tensor, taps: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Runs W rows: the last committed token, the proposal, and padding.
+
+        Args:
+            token: The last committed token.
+            input_pos: Its position.
+            proposal: (m,) int64, m < W.
+
+        Returns:
+            Logits (W, V), of which row i follows the i-th of these tokens; with taps the states, (W, ...), else None.
+        """
+        block = self._block
+        block.zero_()
+        block[0, 0] = token
+        block[0, 1 : 1 + proposal.size(0)] = proposal
+        result = self.model.verify(
+            block,
+            torch.tensor([input_pos], device=self.device),
+            self.cache,
+            kv_length=self.cache.bucket(input_pos + self.verify_width),
+            taps=taps,
+        )
+        logits, hidden = result if taps else (result, None)
+        return logits[0], None if hidden is None else hidden[0]
+
+    def forget(self) -> None:
+        """Empties the cache, zeroed as at birth: after numbers that were none, which masks do not hide."""
+        self._tokens, self._logits = [], None
+        for buffer in (*self.cache.k, *self.cache.v):
+            buffer.zero_()
+
+
+class Rounds:
+    """Prefill and rounds of one text.
+
+    Attributes:
+        draft_seconds: Host time spent proposing. On a GPU kernels run behind it, so only the sum with the next is sure.
+        verify_seconds: Host time spent verifying, reading and telling the drafter.
+        speculative_k: The k of the next round.
+
+    Args:
+        target: The text's target session.
+        draft: The text's draft session, told nothing yet; None to decode plainly.
+        taps: Blocks whose states the draft session wants to see.
+        sampler: Chooses the tokens.
+        choose_k: Chooses k before each round.
+    """
+
+    def __init__(
+        self,
+        target: TargetSession,
+        draft: DraftSession | None,
+        sampler: Sampler,
+        choose_k: SpeculativeK,
+        taps: Sequence[int] = (),
+    ) -> None:
+        self._target = target
+        self._draft = draft
+        self._taps = tuple(taps) if draft is not None else ()
+        self._sampler = sampler
+        self._choose_k = choose_k
+        self._prompt: list[int] = []
+        self._stops = torch.tensor(target.stop_ids, dtype=torch.int64, device=target.device).unsqueeze(0)
+        self._none = torch.empty(0, dtype=torch.int64, device=target.device)
+        self.speculative_k = choose_k.choose()
+        self.draft_seconds = 0.0
+        self.verify_seconds = 0.0
+
+    @torch.inference_mode()
+    def prefill(self, prompt: Sequence[int]) -> list[int]:
+        """Reads the prompt into the target and returns the first token; the drafter has its turn later."""
+        self._prompt = list(prompt)
+        logits, hidden = self._target.prefill(self._prompt, self._taps)
+        position = len(self._prompt)
+        verified = self._sampler.verify(logits, position, self._none)
+        tokens = self._read(verified, position, lambda outcome: self.speculative_k)[:1]
+        if self._draft is not None:
+            shifted = None if hidden is None else F.pad(hidden, (0, 0, 1, 0))
+            self._draft.extend(self._prompt, 0, None if shifted is None else shifted[:-1])
+            self._draft.extend(tokens, position, None if shifted is None else shifted[-1:])
+        return tokens
+
+    @torch.inference_mode()
+    def step(self, token: Sequence[int], input_pos: int, k: int) -> Round:
+        """One round, see `decoding.decode`."""
+        began = time.perf_counter()
+        last = token[0]
+        k = min(k, self._target.verify_width - 1)
+        proposal, q = self._none, None
+        if self._draft is not None and k > 0:
+            proposal, q = self._draft.propose(last, input_pos, k)
+            proposal = proposal[:k].to(self._target.device)
+        proposed = proposal.size(0)
+        drafted = time.perf_counter()
+
+        logits, hidden = self._target.verify(last, input_pos, proposal, self._taps)
+        verified = self._sampler.verify(logits[: proposed + 1], input_pos + 1, proposal, q)
+        if proposed and self._target.stop_ids:
+            # What was proposed behind a stop is no part of the text and should not count as accepted.
+            up_to_stop = right_prefix(~(proposal.unsqueeze(1) == self._stops).any(1)) + 1
+            verified = verified._replace(accepted=verified.accepted.minimum(up_to_stop))
+
+        def decide(outcome: list[int]) -> int:
+            seconds = time.perf_counter() - began
+            self._choose_k.observe(proposed=proposed, accepted=outcome[proposed + 1], seconds=seconds, limit=k)
+            return self._choose_k.choose()
+
+        outcome = self._read(verified, input_pos + 1, decide)
+        tokens = outcome[: outcome[proposed + 1] + 1]
+        self.speculative_k = outcome[-1]
+        if self._draft is not None:
+            self._draft.extend(tokens, input_pos + 1, None if hidden is None else hidden[: len(tokens)])
+        self.draft_seconds += drafted - began
+        self.verify_seconds += time.perf_counter() - drafted
+        return Round(tokens, proposed)
+
+    def _read(self, verified: Verified, position: int, decide: Callable[[list[int]], int]) -> list[int]:
+        """Tokens, number accepted, whether all was finite, next k: the one device-to-host read of a round."""
+        packed = torch.cat((verified.tokens, verified.accepted.view(1), verified.finite.view(1)))
+        outcome = self._target.placed.agree(packed, decide)
+        if not outcome[-2]:
+            self._target.forget()
+            raise InputError(
+                f"Logits of the target, or probabilities of the drafter, hold NaN or inf in the block that begins at "
+                f"position {position}; check the weights and the precision."
+            )
+        return outcome
