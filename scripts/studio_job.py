@@ -97,7 +97,7 @@ def build_command(flags: Sequence[str], resume_from: str | None = None) -> str:
     path = path_in_home(out_file)
     if path is None:
         raise InputError(
-            f"--resume_from {resume_from} fetches files from that job's home, but --out_file {out_file} lies outside of it:"
+            f"--resume_from {resume_from} fetches files from that job's home, but --out_file {out_file} lies outside:"
             " such a file outlives the job, so submit the same flags without --resume_from."
         )
     folder = posixpath.dirname(path) or "."

@@ -196,7 +196,7 @@ def test_every_machine_of_the_sdk_is_known_by_name_in_any_case_and_by_slug():
 
 
 @pytest.mark.parametrize(
-    ("typed", "meant"), [("L40", "L40S"), ("H100x4", "H100_X_4"), ("A10", "A100"), ("t4small", "T4_SMALL")]
+    ("typed", "meant"), [("L40", "L40S"), ("H100x4", "H100_X_4"), ("A10", "A100"), ("cpusmall", "CPU_SMALL")]
 )
 def test_an_unknown_machine_is_refused_with_close_names(typed, meant, capsys):
     sentence = refusal(capsys, "--name", "a", "--machine", typed)
