@@ -1,0 +1,379 @@
+"""Text in, text out: the target's prompt style, tokenizer and stops, and text that appears as tokens come.
+
+Encoding is LitGPT's own, BOS included. Decoding is the tokenizer's own for a whole text; `Detokenizer` gives the same
+text piece by piece, and never a piece that a later token could change.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from litgpt.config import Config
+from litgpt.prompts import PromptStyle, has_prompt_style, load_prompt_style
+from litgpt.tokenizer import Tokenizer
+from torch import Tensor
+
+from litspec.checkpoint import load_tokenizer, read_generation_config
+from litspec.errors import InputError
+
+
+class TextCodec:
+    """The tokenizer, prompt style and stop tokens of one checkpoint folder.
+
+    Args:
+        checkpoint_dir: The target's folder.
+        config: Its model config: LitGPT chooses the prompt style by the model's name where the folder does not say it.
+
+    Attributes:
+        tokenizer: LitGPT's tokenizer.
+        prompt_style: LitGPT's prompt style.
+        stop_tokens: Every id sequence that ends a text: the tokenizer's EOS, those of `generation_config.json`, the
+            prompt style's.
+        notes: Sentences for the user, such as an EOS id that the model cannot produce.
+
+    Raises:
+        InputError: When a file of the folder is broken.
+    """
+
+    def __init__(self, checkpoint_dir: str | Path, config: Config) -> None:
+        self.checkpoint_dir = Path(checkpoint_dir)
+        self.config = config
+        self.tokenizer = load_tokenizer(self.checkpoint_dir)
+        self.prompt_style = _prompt_style(self.checkpoint_dir, config)
+        notes: list[str] = []
+        self.stop_tokens = self._find_stops(notes)
+        self.notes = tuple(notes)
+        self._vocabulary = _Vocabulary(self.tokenizer)
+
+    def encode(self, prompt: str, sys_prompt: str | None = None) -> Tensor:
+        """The prompt in its style, as token ids `(T,)`, int32, T >= 1.
+
+        Args:
+            prompt: The user's text.
+            sys_prompt: Replaces the system prompt of a style that has one.
+
+        Raises:
+            InputError: When the text has no tokens, is not valid Unicode, or has a token that the model does not know.
+        """
+        text = self.prompt_style.apply(prompt, sys_prompt=sys_prompt)
+        if not isinstance(text, str):
+            style, kind = type(self.prompt_style).__name__, type(prompt).__name__
+            raise InputError(f"The prompt is a {kind}; the prompt style {style} takes a string.")
+        try:
+            ids = self.tokenizer.encode(text)
+        except UnicodeEncodeError as error:
+            raise InputError("The prompt is not valid Unicode: it holds half of a surrogate pair.") from error
+        except NotImplementedError as error:
+            folder = str(self.checkpoint_dir)
+            raise InputError(
+                f"LitGPT puts BOS before prompts for {folder!r}, but its tokenizer_config.json names no bos_token."
+            ) from error
+        if ids.numel() == 0:
+            raise InputError(f"The prompt {prompt!r} has no tokens; give at least one character.")
+        size = self.config.padded_vocab_size
+        if (largest := int(ids.max())) >= size:
+            raise InputError(f"The prompt has the token {largest}; the model's vocabulary ends before {size}.")
+        return ids
+
+    def decode(self, token_ids: Sequence[int] | Tensor, *, after: Sequence[int] | Tensor = ()) -> str:
+        """The text of all tokens together; special tokens and ids that the tokenizer does not know give none.
+
+        Args:
+            token_ids: `(T,)`.
+            after: Tokens before them whose text is not wanted. Sentencepiece-style tokenizers drop the space that
+                begins a text; behind other tokens it stays.
+        """
+        if len(after):
+            detokenizer = self.detokenizer(after=after)
+            return detokenizer.push(token_ids) + detokenizer.flush()
+        return self._vocabulary.decode(_ids(token_ids))
+
+    def detokenizer(self, *, after: Sequence[int] | Tensor = ()) -> Detokenizer:
+        """A fresh detokenizer; `after` as in `decode`."""
+        return Detokenizer(self._vocabulary, after=after)
+
+    def _find_stops(self, notes: list[str]) -> tuple[tuple[int, ...], ...]:
+        content, repaired = read_generation_config(self.checkpoint_dir)
+        path = str(self.checkpoint_dir / "generation_config.json")
+        if repaired:
+            notes.append(f"{path!r} is not valid JSON; it was repaired as LitGPT repairs it.")
+        eos = content.get("eos_token_id")
+        for id_ in eos if isinstance(eos, list) else [eos]:
+            if id_ is not None and (not isinstance(id_, int) or isinstance(id_, bool)):
+                raise InputError(f"{path!r} has eos_token_id: {eos!r}; it must be an integer or a list of integers.")
+        try:
+            style = self.prompt_style.stop_tokens(self.tokenizer)
+        except ValueError as error:
+            name, folder = type(self.prompt_style).__name__, str(self.checkpoint_dir)
+            raise InputError(
+                f"The prompt style {name} does not go with the tokenizer of {folder!r}: {error}"
+            ) from error
+        # LitGPT may hold a list here, straight from generation_config.json; then each of its ids stops.
+        stops: list[Any] = [[id_] for id_ in _flat(self.tokenizer.eos_id)] + [[id_] for id_ in _flat(eos)]
+        for sequence in style:
+            stops += [[id_] for id_ in _flat(sequence[0])] if len(sequence) == 1 else [list(sequence)]
+        usable = []
+        for sequence in dict.fromkeys(tuple(stop) for stop in stops):
+            if not sequence or None in sequence:
+                continue
+            if all(0 <= id_ < self.config.padded_vocab_size for id_ in sequence):
+                usable.append(sequence)
+            elif max(sequence) >= 0:
+                notes.append(f"The stop {list(sequence)} lies outside the model's vocabulary and is ignored.")
+        return tuple(usable)
+
+
+def _flat(ids: Any) -> list[int]:
+    return [id_ for id_ in (ids if isinstance(ids, (list, tuple)) else [ids]) if id_ is not None]
+
+
+def _ids(token_ids: Sequence[int] | Tensor) -> list[int]:
+    return token_ids.tolist() if isinstance(token_ids, Tensor) else [int(id_) for id_ in token_ids]
+
+
+def _prompt_style(checkpoint_dir: Path, config: Config) -> PromptStyle:
+    if not has_prompt_style(checkpoint_dir):
+        return PromptStyle.from_config(config)
+    try:
+        return load_prompt_style(checkpoint_dir)
+    except Exception as error:  # it imports whatever class the file names
+        path, reason = str(checkpoint_dir / "prompt_style.yaml"), " ".join(str(error).split())
+        raise InputError(f"{path!r} names no prompt style that can be loaded: {reason}.") from error
+
+
+class Detokenizer:
+    """Text from tokens as they come, whole characters only: the pieces joined are the text of all tokens together.
+
+    A token is decoded together with a few before it, never with all. Text that a later token may still change is held
+    back: the bytes of an unfinished character, or a run of byte tokens, which the usual decoders turn into replacement
+    characters as a whole if one of them is wrong.
+
+    Args:
+        vocabulary: What the tokens mean (`TextCodec.detokenizer` hands it over), or a LitGPT tokenizer.
+        after: Tokens before the first whose text is not wanted.
+
+    Attributes:
+        char_count: Characters released so far.
+    """
+
+    def __init__(self, vocabulary: _Vocabulary | Tokenizer, *, after: Sequence[int] | Tensor = ()) -> None:
+        self._vocabulary = vocabulary if isinstance(vocabulary, _Vocabulary) else _Vocabulary(vocabulary)
+        self._after = _ids(after)
+        self._stream = self._vocabulary.stream(self._after)
+        self._tokens: list[int] = []
+        self._pieces: list[str] = []
+        self._chars = [0]  # [n]: characters released after n tokens
+        self._settled = [0]  # [n]: the largest m <= n after which nothing was held back
+        self.char_count = 0
+
+    @property
+    def text(self) -> str:
+        """All that has been released."""
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
+
+    def push(self, tokens: Sequence[int] | Tensor) -> str:
+        """Takes the next tokens; returns the text that has become certain, which may be empty."""
+        released = []
+        for token in _ids(tokens):
+            piece, settled = self._stream.push(token)
+            released.append(piece)
+            self._tokens.append(token)
+            self.char_count += len(piece)
+            self._chars.append(self.char_count)
+            self._settled.append(len(self._tokens) if settled else self._settled[-1])
+        return self._release("".join(released))
+
+    def flush(self) -> str:
+        """Ends the text: returns what was held back, with U+FFFD where bytes make no character."""
+        piece = self._release(self._stream.flush())
+        self.char_count += len(piece)
+        self._chars[-1] = self.char_count
+        return piece
+
+    def _release(self, piece: str) -> str:
+        if piece:
+            self._pieces.append(piece)
+        return piece
+
+    def tokens_for(self, char_count: int) -> int:
+        """The length of the shortest prefix of the tokens whose text begins with the first `char_count` characters.
+
+        Args:
+            char_count: At most `self.char_count`.
+        """
+        reached = bisect_left(self._chars, char_count)
+        # Where text was held back, a prefix may decode to more than had been released at that time.
+        first = bisect_left(self._chars, self._chars[reached - 1]) if reached else 0
+        for n in range(first, min(reached, len(self._tokens))):
+            m = self._settled[n]
+            if m == n:
+                continue
+            tail = self._stream.tail(self._after + self._tokens[:m], self._tokens[m:n])
+            begin = self._chars[m]
+            if begin + len(tail) >= char_count and self.text[begin:char_count] == tail[: char_count - begin]:
+                return n
+        return min(reached, len(self._tokens))
+
+
+class _Stream(Protocol):
+    def push(self, token: int) -> tuple[str, bool]:
+        """The text that became certain, and whether nothing is held back."""
+        ...
+
+    def flush(self) -> str: ...
+
+    def tail(self, before: list[int], tokens: list[int]) -> str:
+        """What `tokens` add to the text of the settled tokens `before`, with nothing held back."""
+        ...
+
+
+class _Vocabulary:
+    """What the tokens of one tokenizer add to a text, and which kind of stream can tell it token by token."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._processor = tokenizer.processor
+        self._bytes: dict[int, bytes] = {}
+        if tokenizer.backend == "sentencepiece":
+            self._size = self._processor.get_piece_size()
+            self.stream: Callable[[list[int]], _Stream] = lambda after: _WindowStream(self, after)
+            self.decode = self._decode_pieces
+            self.is_dropped = lambda id_: not 0 <= id_ < self._size
+            self.is_byte = lambda id_: self._processor.is_byte(id_)
+            self.is_silent = lambda id_: self._processor.is_control(id_)
+            return
+        special = {token.content for token in self._processor.get_added_tokens_decoder().values() if token.special}
+        self.decode = self._processor.decode
+        self.is_dropped = lambda id_: (token := self._processor.id_to_token(id_)) is None or token in special
+        self.is_silent = lambda id_: False
+        decoders = _decoders(self._processor.decoder)
+        kinds = [decoder["type"] for decoder in decoders]
+        if kinds == ["ByteLevel"]:
+            self.stream = lambda after: _ByteStream(self)
+        else:
+            self.stream = lambda after: _WindowStream(self, after)
+        if not _is_local(decoders):
+            self.is_byte = lambda id_: True  # nothing is certain before the end
+        elif "ByteFallback" in kinds:
+            self.is_byte = lambda id_: _BYTE_TOKEN.fullmatch(self._processor.id_to_token(id_)) is not None
+        else:
+            self.is_byte = lambda id_: False
+
+    def _decode_pieces(self, ids: list[int]) -> str:
+        return self._processor.decode([id_ for id_ in ids if not self.is_dropped(id_)])
+
+    def bytes_of(self, id_: int) -> bytes:
+        """The bytes of a token of a byte-level tokenizer."""
+        if id_ not in self._bytes:
+            token = "" if self.is_dropped(id_) else self._processor.id_to_token(id_)
+            known = all(char in _BYTE_OF for char in token)
+            # An added token may be spelled in plain characters, which stand for themselves.
+            self._bytes[id_] = bytes(_BYTE_OF[char] for char in token) if known else token.encode()
+        return self._bytes[id_]
+
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+# Byte-level BPE writes a byte as the Latin-1 character that it is where that can be seen, else as one from U+0100 on.
+_VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_HIDDEN = [byte for byte in range(0x100) if byte not in _VISIBLE]
+_BYTE_OF = {chr(byte): byte for byte in _VISIBLE} | {chr(0x100 + i): byte for i, byte in enumerate(_HIDDEN)}
+
+
+def _decoders(decoder: Any) -> list[dict[str, Any]]:
+    """The steps of a decoder of the tokenizers library, in order."""
+    if decoder is None:
+        return []
+    state = json.loads(decoder.__getstate__())
+    return state["decoders"] if state["type"] == "Sequence" else [state]
+
+
+def _is_local(decoders: list[dict[str, Any]]) -> bool:
+    """Whether a token's text depends on its neighbours only, so that decoding a window tells it."""
+    fused = False
+    for decoder in decoders:
+        kind = decoder["type"]
+        fused = fused or kind == "Fuse"
+        if kind in ("ByteFallback", "Fuse", "Metaspace", "WordPiece", "BPEDecoder", "ByteLevel"):
+            continue
+        if kind == "Replace" and (not fused or len(decoder["pattern"].get("String", "--")) == 1):
+            continue
+        if kind == "Strip" and decoder["stop"] == 0:
+            continue
+        return False
+    return True
+
+
+class _ByteStream:
+    """For byte-level tokenizers: each token is a fixed string of bytes, and the text is those bytes as UTF-8."""
+
+    def __init__(self, vocabulary: _Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token: int) -> tuple[str, bool]:
+        piece = self._utf8.decode(self._vocabulary.bytes_of(token))
+        return piece, not self._utf8.getstate()[0]
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+    def tail(self, before: list[int], tokens: list[int]) -> str:
+        return b"".join(map(self._vocabulary.bytes_of, tokens)).decode(errors="replace")
+
+
+class _WindowStream:
+    """For all others: decodes new tokens behind a few settled ones, lest they be taken for the first of a text."""
+
+    def __init__(self, vocabulary: _Vocabulary, after: list[int]) -> None:
+        self._vocabulary = vocabulary
+        self._context = self._shortest_context(after)
+        self._held: list[int] = []
+
+    def push(self, token: int) -> tuple[str, bool]:
+        words = self._vocabulary
+        if words.is_dropped(token):
+            return "", not self._held
+        last = (self._held or self._context)[-1:]
+        if last and words.is_silent(token) and words.is_silent(last[0]):
+            return "", not self._held  # a second one in a row changes nothing
+        self._held.append(token)
+        if words.is_byte(token):
+            return "", False
+        piece = self._text_of_held()
+        self._context = self._shortest_context(self._context + self._held)
+        self._held = []
+        return piece, True
+
+    def flush(self) -> str:
+        piece = self._text_of_held() if self._held else ""
+        self._context, self._held = self._shortest_context(self._context + self._held), []
+        return piece
+
+    def tail(self, before: list[int], tokens: list[int]) -> str:
+        context = self._shortest_context(before)
+        return self._vocabulary.decode(context + tokens)[len(self._vocabulary.decode(context)) :]
+
+    def _text_of_held(self) -> str:
+        decode = self._vocabulary.decode
+        return decode(self._context + self._held)[len(decode(self._context)) :]
+
+    def _shortest_context(self, tokens: list[int]) -> list[int]:
+        """The shortest end of settled tokens that has text: behind it a decoder is past what it does to a beginning."""
+        words = self._vocabulary
+        tokens = [token for token in tokens if not words.is_dropped(token)]
+        size = 1
+        while size < len(tokens):
+            start = len(tokens) - size
+            while start and words.is_byte(tokens[start]) and words.is_byte(tokens[start - 1]):
+                start -= 1  # a run of byte tokens is decoded as a whole
+            if words.decode(tokens[start:]):
+                return tokens[start:]
+            size *= 2
+        return tokens
