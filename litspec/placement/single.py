@@ -1,4 +1,4 @@
-"""The whole target on one device."""
+"""The whole pair on one device."""
 
 from __future__ import annotations
 
@@ -13,15 +13,36 @@ from litspec.model import GPT
 
 @dataclass
 class Single:
-    """A target on one device, see `rounds.Placed`."""
+    """A pair in one process, see `rounds.Placed`.
+
+    Attributes:
+        model: The target.
+        device: Where its tokens and logits are.
+        verify_width: W.
+        draft_model: The draft's model, where there is a draft.
+        rank: This process among those that share the work, 0 for one process.
+        world_size: How many they are.
+    """
 
     model: GPT
     device: torch.device
     verify_width: int
+    draft_model: GPT | None = None
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """Whether this is the process that prints and writes."""
+        return self.rank == 0
 
     def agree(self, packed: torch.Tensor, decide: Callable[[list[int]], int]) -> list[int]:
         outcome = packed.tolist()
         return [*outcome, decide(outcome)]
+
+    def share_int(self, value: int) -> int:
+        """Rank 0's value, on every rank."""
+        return value
 
 
 def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> GPT:
