@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from litspec.drafters.base import Drafter
+    from litspec.rounds import Placed
+    from litspec.sampling import Sampling
 
 
 class SpeculativeK(Protocol):
@@ -35,3 +40,11 @@ class FixedK:
 
     def observe(self, *, proposed: int, accepted: int, seconds: float, limit: int) -> None:
         pass
+
+
+def make_speculative_k(
+    speculative_k: int | Literal["auto"], placed: Placed, drafter: Drafter | None, sampling: Sampling
+) -> SpeculativeK:
+    """The choice of k for one text."""
+    most = 0 if drafter is None else min(drafter.max_k, placed.verify_width - 1)
+    return FixedK(min(4, most) if speculative_k == "auto" else min(speculative_k, most))

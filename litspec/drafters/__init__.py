@@ -1,0 +1,77 @@
+"""Who proposes: a draft model, the text itself, the target's own first layers, or an object of the caller's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, get_args
+
+from litspec.drafters.base import Drafter, DraftSession, Proposal
+from litspec.drafters.draft_model import DraftModel
+from litspec.drafters.speculative_k import FixedK, SpeculativeK, make_speculative_k
+from litspec.errors import InputError
+
+if TYPE_CHECKING:
+    from litspec.checkpoint import PairReport
+    from litspec.rounds import Placed
+
+DrafterName = Literal["auto", "draft_model", "prompt_lookup", "early_exit", "none"]
+
+__all__ = [
+    "DraftModel",
+    "DraftSession",
+    "Drafter",
+    "DrafterName",
+    "FixedK",
+    "Proposal",
+    "SpeculativeK",
+    "make_drafter",
+    "make_speculative_k",
+]
+
+
+def make_drafter(
+    drafter: DrafterName | Drafter,
+    placed: Placed,
+    *,
+    pair: PairReport | None = None,
+    exit_layer: int | None = None,
+) -> Drafter | None:
+    """The drafter that a user asked for.
+
+    Args:
+        drafter: Its name, or an object of the protocol, which is taken as it is. "auto" is the draft model where one
+            was loaded, else prompt lookup.
+        placed: The target, and the draft model where one was loaded.
+        pair: What the two vocabularies have in common; None where they are the same.
+        exit_layer: Layers that draft, for "early_exit".
+
+    Returns:
+        None for "none".
+
+    Raises:
+        InputError: For an unknown name, an object without the protocol's attributes, a draft model that was not loaded,
+            or an `exit_layer` outside the target's layers.
+    """
+    draft = getattr(placed, "draft_model", None)
+    if not isinstance(drafter, str):
+        missing = [name for name in ("taps", "max_k", "step_bytes", "begin") if not hasattr(drafter, name)]
+        if missing:
+            raise InputError(
+                f"drafter must be one of {', '.join(get_args(DrafterName))}, or an object of the protocol in "
+                f"litspec.drafters; {type(drafter).__name__} lacks {', '.join(missing)}"
+            )
+        return drafter
+    if drafter == "auto":
+        drafter = "draft_model" if draft is not None else "none"
+    if drafter == "none":
+        return None
+    if drafter == "draft_model":
+        if draft is None:
+            raise InputError("drafter 'draft_model' needs a draft model, but draft_dir is not given; name its folder.")
+        return DraftModel(
+            draft,
+            target_config=placed.model.config,
+            max_k=placed.verify_width - 1,
+            vocab_size=pair.shared_vocab_size if pair is not None else None,
+            excluded=pair.excluded if pair is not None else (),
+        )
+    raise InputError(f"drafter must be one of {', '.join(get_args(DrafterName))}, got {drafter!r}")

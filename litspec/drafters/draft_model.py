@@ -1,0 +1,195 @@
+"""A smaller model drafts (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from litspec.drafters.base import Proposal
+from litspec.model import GPT, KVCache
+from litspec.sampling import Distribution, Rejection, Sampler, concatenate
+
+if TYPE_CHECKING:
+    from litgpt import Config
+
+    from litspec.rounds import TargetSession
+
+# Rows that a prompt is read in; a text's drafts then do not depend on whether its prompt had been read before.
+PREFILL_CHUNK = 512
+
+
+def step_bytes(model: GPT, n_layer: int | None = None) -> int:
+    """Bytes of weights that one row through the first `n_layer` blocks (None: all) and the head reads."""
+    modules = [*model.transformer.h[:n_layer], model.transformer.ln_f, model.lm_head]
+    return sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
+
+
+class DraftModel:
+    """Drafts with a GPT of its own, see `drafters.Drafter`.
+
+    Attributes:
+        notes: What is worth knowing about it, as sentences.
+
+    Args:
+        model: The draft model, in any precision, on any one device.
+        target_config: The target's.
+        max_k: Most proposals a round.
+        vocab_size: Ids below it may be proposed; None: those that both models have.
+        excluded: Ids that must never be proposed.
+    """
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        model: GPT,
+        *,
+        target_config: Config,
+        max_k: int,
+        vocab_size: int | None = None,
+        excluded: Sequence[int] = (),
+    ) -> None:
+        self.model = model
+        self.device = model.lm_head.weight.device
+        self.max_k = max_k
+        self.step_bytes = step_bytes(model)
+        shared = min(model.config.padded_vocab_size, target_config.padded_vocab_size)
+        self.vocab_size = shared if vocab_size is None else min(shared, vocab_size)
+        never = [i for i in excluded if i < self.vocab_size]
+        self.never = torch.tensor(never, dtype=torch.int64, device=self.device) if never else None
+        self.notes: list[str] = []
+        if model.config.block_size < target_config.block_size:
+            self.notes.append(
+                f"The draft model sees {model.config.block_size} tokens, the target {target_config.block_size}; beyond "
+                f"the first {model.config.block_size} tokens of a text nothing is drafted."
+            )
+        self._idle: tuple[KVCache, list[int]] | None = None  # a cache to use again, and the prompt that stands in it
+        self._lock = threading.Lock()
+
+    def begin(self, target: TargetSession, max_length: int, sampler: Sampler) -> DraftModelSession:
+        return DraftModelSession(self, target, max_length, sampler)
+
+    def take(self, max_length: int) -> tuple[KVCache, list[int]]:
+        """A cache that no other session holds, and the tokens at its beginning that were read as a prompt."""
+        with self._lock:
+            idle, self._idle = self._idle, None
+        if idle is not None and idle[0].max_seq_length >= max_length:
+            return idle
+        return self.model.make_cache(max_length, width=1), []
+
+    def give_back(self, cache: KVCache, prompt: list[int]) -> None:
+        with self._lock:
+            self._idle = cache, prompt
+
+
+class DraftModelSession:
+    """One text, see `drafters.DraftSession`.
+
+    Refused drafts are undone by doing nothing: what stands in the cache behind the committed tokens is masked until it
+    is overwritten. Nothing runs before the first proposal is asked for, and nothing runs only to fill the cache.
+    """
+
+    def __init__(self, drafter: DraftModel, target: TargetSession, max_length: int, sampler: Sampler) -> None:
+        self._drafter = drafter
+        self._model = drafter.model
+        self._device = drafter.device
+        self._target_device = target.device
+        self._target_vocab_size = target.config.padded_vocab_size
+        self._sampler = _on_device(sampler, drafter.device, target.device)
+        self._limit = min(max_length, drafter.model.config.block_size)
+        self._cache: KVCache | None = None
+        self._tokens: list[int] = []  # the committed ones
+        self._prompt_size = 0
+        self._filled = 0  # so many of their keys and values stand in the cache
+        self._drafted = 0  # positions behind `_filled` that hold the last proposal's, should it be accepted
+
+    def extend(self, tokens: Sequence[int], input_pos: int, hidden: torch.Tensor | None = None) -> None:
+        """Notes tokens. The first call after a proposal tells its outcome: accepted ones, then one of the target's."""
+        if not self._tokens:
+            self._prompt_size = len(tokens)
+        self._tokens += tokens
+        # Of the last proposal those stay that were told again, without the target's own token behind them.
+        self._filled += min(len(tokens) - 1, self._drafted)
+        self._drafted = 0
+
+    @torch.inference_mode()
+    def propose(self, token: int, input_pos: int, k: int) -> Proposal:
+        k = min(k, self._drafter.max_k, self._limit - input_pos)
+        if k < 1:
+            return Proposal(torch.empty(0, dtype=torch.int64, device=self._target_device))
+        cache = self._fill_prompt()
+        # The first step takes the last two tokens, or more: after a full acceptance the last proposal has not been run
+        # yet, and a step of two rows costs what one of one row costs.
+        first = min(self._filled, input_pos - 1)
+        rows = torch.tensor([self._tokens[first : input_pos + 1]], device=self._device)
+        if rows.size(1) == 2:
+            logits = self._step(rows, first)
+        else:
+            logits = self._model.prefill(rows, cache, start=first, chunk_size=PREFILL_CHUNK)
+        tokens, distributions = [], []
+        for position in range(input_pos + 1, input_pos + k + 1):
+            drawn, q = self._sampler.draw(self._allowed(logits), position)
+            tokens.append(drawn)
+            distributions.append(q)
+            if len(tokens) < k:
+                logits = self._step(drawn.view(1, 1), position)
+        self._filled, self._drafted = input_pos + 1, k - 1
+
+        proposal = torch.cat(tokens).to(self._target_device)
+        if distributions[0] is None:
+            return Proposal(proposal)
+        q = concatenate(distributions)
+        probs, ids = q.probs.to(self._target_device), None if q.ids is None else q.ids.to(self._target_device)
+        if ids is None:
+            probs = F.pad(probs, (0, self._target_vocab_size - probs.size(1)))
+        return Proposal(proposal, Distribution(probs, ids))
+
+    def close(self) -> None:
+        """The text has ended; the next one may have the cache, and need not read the same prompt again."""
+        if self._cache is not None:
+            self._drafter.give_back(self._cache, self._tokens[: self._prompt_size - 1])
+            self._cache = None
+
+    def _fill_prompt(self) -> KVCache:
+        """Reads the prompt but for its last token, by itself, so that its bits do not depend on what followed it."""
+        if self._cache is None:
+            self._cache, known = self._drafter.take(self._limit)
+            prompt = self._tokens[: self._prompt_size - 1]
+            if known != prompt:
+                shared = 0
+                while shared < min(len(known), len(prompt)) and known[shared] == prompt[shared]:
+                    shared += 1
+                # Up to a border between chunks they were cut the same way.
+                start = shared // PREFILL_CHUNK * PREFILL_CHUNK
+                if start < len(prompt):
+                    rows = torch.tensor([prompt[start:]], device=self._device)
+                    self._model.prefill(rows, self._cache, start=start, chunk_size=PREFILL_CHUNK)
+            self._filled = len(prompt)
+        return self._cache
+
+    def _step(self, rows: torch.Tensor, input_pos: int) -> torch.Tensor:
+        """Logits of the last of some rows, (1, 1, V)."""
+        cache = self._cache
+        # A slice of a tensor that is there already: no copy to the device.
+        position = cache.slots[input_pos : input_pos + 1]
+        return self._model.verify(rows, position, cache, kv_length=cache.bucket(input_pos + rows.size(1)), last=1)
+
+    def _allowed(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits of ids that may be proposed, (1, v)."""
+        logits = logits[0, :, : self._drafter.vocab_size]
+        if self._drafter.never is not None:
+            logits = logits.index_fill(1, self._drafter.never, float("-inf"))
+        return logits
+
+
+def _on_device(sampler: Sampler, device: torch.device, target_device: torch.device) -> Sampler:
+    """The same sampler for logits on the draft's device; a generator works on one device only."""
+    if device == target_device or not isinstance(sampler, Rejection):
+        return sampler
+    seed = torch.initial_seed() if sampler._generator is None else sampler._generator.initial_seed()
+    generator = torch.Generator(device).manual_seed((seed + 1) & 0x7FFFFFFFFFFFFFFF)
+    return Rejection(sampler.sampling, sampler._banned, sampler._banned_until, generator)
