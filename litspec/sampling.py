@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,6 @@ class Sampling:
         top_k: Only the k most likely tokens; None for all.
         top_p: Only the most likely tokens that together hold this probability; 0 is greedy, 1 keeps all.
         sampler: "rejection" keeps most proposals; "coupled" makes the text independent of drafter and k.
-        seed: Of the noise; any integer.
 
     Raises:
         InputError: For a value outside its range.
@@ -39,7 +38,6 @@ class Sampling:
     top_k: int | None = None
     top_p: float = 1.0
     sampler: SamplerName = "rejection"
-    seed: int | None = None
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0 or self.temperature == float("inf"):
@@ -53,7 +51,8 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0 or self.top_p == 0
+        # Below float32's range a temperature is 0.
+        return self.temperature < torch.finfo(torch.float32).tiny or self.top_p == 0
 
 
 class Distribution(NamedTuple):
@@ -112,7 +111,8 @@ def processed(logits: torch.Tensor, sampling: Sampling) -> Distribution:
     if sampling.top_k is not None and sampling.top_k < logits.size(-1):
         values, ids = torch.topk(values, sampling.top_k)
     if sampling.temperature != 1:
-        values = values / sampling.temperature
+        # The greatest first becomes 0: a low temperature would make it inf.
+        values = (values - values.amax(-1, keepdim=True)) / sampling.temperature
     probs = F.softmax(values, dim=-1)
     if sampling.top_p < 1:
         # Keep a token iff it and all less likely ones hold more than 1 - top_p; the most likely one is always kept.
@@ -120,7 +120,7 @@ def processed(logits: torch.Tensor, sampling: Sampling) -> Distribution:
         keep = descending.flip(-1).cumsum(-1).flip(-1) > 1 - sampling.top_p
         keep[:, 0] = True
         if order is not None:
-            keep = torch.zeros_like(keep).scatter_(1, order, keep)
+            keep = keep.scatter(1, order, keep)
         probs = probs * keep
         probs = probs / probs.sum(-1, keepdim=True)
     return Distribution(probs, ids)
@@ -282,11 +282,9 @@ class Coupled(Sampler):
         seed: Any integer; its lowest 64 bits count.
     """
 
-    def __init__(
-        self, sampling: Sampling, banned: Sequence[int] = (), banned_until: int = 0, seed: int | None = None
-    ) -> None:
+    def __init__(self, sampling: Sampling, banned: Sequence[int] = (), banned_until: int = 0, seed: int = 0) -> None:
         super().__init__(sampling, banned, banned_until)
-        self._seed = (sampling.seed or 0) if seed is None else seed
+        self._seed = seed
 
     def _choose(self, logits: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The choice of each row, (R,), and whether all logits were numbers, ()."""
@@ -296,8 +294,9 @@ class Coupled(Sampler):
         scores = p.probs.log() + gumbel_noise(self._seed, positions, ids)
         values, columns = scores.max(-1)
         if p.ids is not None:
-            # The lowest id wins a tie, in whatever order top-k left the candidates.
-            ties = torch.where(scores == values.unsqueeze(1), p.ids, torch.iinfo(torch.int64).max)
+            # The lowest id wins a tie, in whatever order top-k left the candidates. Asked this way round, NaN leaves an
+            # id that exists: a drafter feeds it to its model before anybody looks at `finite`.
+            ties = torch.where(scores < values.unsqueeze(1), torch.iinfo(torch.int64).max, p.ids)
             columns = ties.min(-1).values
         return columns, p.probs.isfinite().all()
 
@@ -314,8 +313,8 @@ class Coupled(Sampler):
 _MASK = 0xFFFFFFFF
 
 
-def _hash(x: torch.Tensor) -> torch.Tensor:
-    """The lowbias32 integer hash, on int64 that hold 32 bits (a product wraps, which leaves its low bits right)."""
+def _hash(x: Any) -> Any:
+    """The lowbias32 integer hash of an int, or of int64 that hold 32 bits (a product wraps and keeps its low bits)."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
     return x ^ (x >> 16)
@@ -332,11 +331,14 @@ def gumbel_noise(seed: int, positions: torch.Tensor, ids: torch.Tensor) -> torch
     Returns:
         (R, K) float32; the same number for the same seed, position and id, wherever in a block it is asked for.
     """
-    key = _hash(positions ^ (seed & _MASK))
-    key = _hash(key ^ (seed >> 32 & _MASK))
-    bits = _hash((key.unsqueeze(1) + ids * 0x9E3779B1) & _MASK)
+    # The seed is scrambled before a position meets it: seeds 0 and 1 must not share their noise at neighbouring
+    # positions. Two keys of 32 bits each, since one would give two positions of long texts the same noise, shifted by a
+    # few ids.
+    low, high = seed & _MASK, seed >> 32 & _MASK
+    key = _hash(positions ^ _hash(_hash(low) ^ high)).unsqueeze(1)
+    bits = _hash(_hash(ids ^ key) ^ _hash(key ^ low))
     # In (0, 1): a float32 near 1 is coarse, and log1p(-v) wants v below 1.
-    v = ((bits.double() + 0.5) * 2.0**-32).float().clamp(max=1 - 2.0**-24)
+    v = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     return -torch.log(-torch.log1p(-v))
 
 

@@ -175,14 +175,14 @@ class FirstOf:
     def __init__(self, *stops: Stop) -> None:
         self._stops = stops
         self._seen = 0
+        self._safe = 0
 
     def push(self, tokens: Sequence[int]) -> Verdict:
         """See `Stop.push`. Where two stops are complete with the same token, the one that began first counts."""
-        safe = 0
         for token in tokens:
             self._seen += 1
             verdicts = [stop.push([token]) for stop in self._stops]
-            safe = min((v.safe for v in verdicts), default=self._seen)
+            self._safe = min((v.safe for v in verdicts), default=self._seen)
             if ends := [v for v in verdicts if v.end is not None]:
                 return Verdict(min(v.safe for v in ends), self._seen)
-        return Verdict(safe, None)
+        return Verdict(self._safe, None)

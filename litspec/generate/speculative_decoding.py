@@ -19,17 +19,22 @@ import torch.nn as nn
 
 from litspec.decoding import decode
 from litspec.errors import InputError
-from litspec.sampling import Distribution, Greedy, Rejection, Sampling, concatenate
+from litspec.model.attention import CausalSelfAttention, MultiheadLatentAttention
+from litspec.sampling import Greedy, Rejection, Sampling, concatenate
 from litspec.stopping import StopTokens, stop_sequences
 
 __all__ = ["generate", "next_token", "speculative_decoding"]
+
+# Those of `litspec.model.GPT` take after LitGPT's and do not share their caches' faults.
+_LITGPT_ATTENTION = (litgpt.model.CausalSelfAttention, litgpt.model.MultiheadLatentAttention)
+_OUR_ATTENTION = (CausalSelfAttention, MultiheadLatentAttention)
 
 # Vocabulary sizes of models that have no LitGPT config to ask, learned from the first logits seen.
 _seen_vocab_sizes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
-def _sampler(sample_kwargs: dict[str, Any]) -> Greedy | Rejection:
-    sampling = Sampling(**sample_kwargs)
+def _sampler(temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0) -> Greedy | Rejection:
+    sampling = Sampling(temperature, top_k, top_p)
     return Greedy(sampling) if sampling.greedy else Rejection(sampling)
 
 
@@ -45,11 +50,12 @@ def _forward(model: nn.Module, tokens: torch.Tensor, input_pos: torch.Tensor, in
     return logits
 
 
-def _raise_not_finite(model: str, input_pos: torch.Tensor) -> None:
-    raise InputError(
-        f"The {model} model's logits hold NaN or inf in the block that begins at position {input_pos[0].item()}; "
-        "check its weights and precision."
-    )
+class _NotFinite(InputError):
+    def __init__(self, model: str, position: int) -> None:
+        super().__init__(
+            f"The {model} model's logits at position {position} hold NaN or inf; check its weights and precision."
+        )
+        self.position = position
 
 
 def next_token(
@@ -74,12 +80,12 @@ def next_token(
     Raises:
         InputError: For a wrong setting, or logits that are not numbers.
     """
-    sampler = _sampler(sample_kwargs)
+    sampler = _sampler(**sample_kwargs)
     logits = _forward(model, x, input_pos, input_pos_maxp1)[-1:]
     empty = torch.empty(0, dtype=torch.int64, device=logits.device)
     verified = sampler.verify(logits, 0, empty)
     if not verified.finite:
-        _raise_not_finite("given", input_pos[-1:])
+        raise _NotFinite("given", int(input_pos[-1]))
     return verified.tokens
 
 
@@ -112,17 +118,19 @@ def speculative_decoding(
     """
     if speculative_k < 0:
         raise InputError(f"speculative_k must be at least 0, got {speculative_k}")
-    sampler = _sampler(sample_kwargs)
+    sampler = _sampler(**sample_kwargs)
     token = token.view(1).to(torch.int64)
     input_pos = input_pos.view(1)
-    shared_vocab_size = _vocab_size(target_model)
+    if speculative_k > 0 and _vocab_size(target_model) is None:
+        # Only where there was no prefill through this module; the verification below overwrites what this one caches.
+        _forward(target_model, token, input_pos, input_pos_maxp1)
 
     # Draft: k tokens, one by one. Ids that the target does not have are never proposed.
     tokens, rows, draft_finite = [token], [], []
     for i in range(speculative_k):
         maxp1 = None if input_pos_maxp1 is None else input_pos_maxp1 + i
-        logits = _forward(draft_model, tokens[-1], input_pos + i, maxp1)[-1:, :shared_vocab_size]
-        draft_finite.append(logits.amax())
+        logits = _forward(draft_model, tokens[-1], input_pos + i, maxp1)[-1:, : _vocab_size(target_model)]
+        draft_finite.append(logits.amax().isfinite())
         drafted, q = sampler.draw(logits, 0)
         tokens.append(drafted)
         rows.append(q)
@@ -135,17 +143,14 @@ def speculative_decoding(
 
     # Accept.
     q = concatenate(rows) if rows and rows[0] is not None else None
-    if q is not None and q.ids is None and q.probs.size(1) > logits.size(-1):
-        q = Distribution(q.probs[:, : logits.size(-1)])
     verified = sampler.verify(logits, 0, block[1:], q)
 
     # One read: how many tokens to return, and whether all was well.
-    draft_ok = torch.stack(draft_finite).isfinite().all() if draft_finite else torch.ones_like(verified.finite)
-    accepted, target_ok, draft_ok = torch.stack((verified.accepted, verified.finite.long(), draft_ok.long())).tolist()
-    if not draft_ok:
-        _raise_not_finite("draft", input_pos)
+    accepted, target_ok, *draft_ok = torch.stack((verified.accepted, verified.finite, *draft_finite)).tolist()
+    if not all(draft_ok):
+        raise _NotFinite("draft", int(input_pos) + draft_ok.index(False))
     if not target_ok:
-        _raise_not_finite("target", input_pos)
+        raise _NotFinite("target", int(input_pos) + logits.amax(-1).isfinite().tolist().index(False))
     if accepted == speculative_k > 0:
         # The draft has not seen its own last proposal, and the next call will not bring it.
         maxp1 = None if input_pos_maxp1 is None else input_pos_maxp1 + speculative_k
@@ -154,19 +159,22 @@ def speculative_decoding(
 
 
 def _check_can_verify(model: nn.Module, name: str) -> None:
-    """Refuses LitGPT models whose caches cannot take back a refused draft."""
+    """Refuses LitGPT models whose caches cannot take back a refused draft, with or without LoRA or adapters."""
     for module in model.modules():
-        if type(module) is not litgpt.model.CausalSelfAttention:
+        if not isinstance(module, _LITGPT_ATTENTION) or isinstance(module, _OUR_ATTENTION):
             continue
-        window = module.config.sliding_window_size
-        if module.apply_sliding_window_attention and window < model.max_seq_length:
+        config = module.config
+        if getattr(module, "apply_sliding_window_attention", False) and (
+            config.sliding_window_size < model.max_seq_length
+        ):
+            window = config.sliding_window_size
             reason = f"its sliding-window layers (window {window}) overwrite live keys with refused drafts"
-        elif module.config.attention_logit_softcapping is not None:
+        elif config.attention_logit_softcapping is not None:
             reason = "its soft-capped attention is not causal once it has a cache"
         else:
             continue
         raise InputError(
-            f"The {name} model {module.config.name!r} is a litgpt GPT that cannot verify blocks: {reason}. "
+            f"The {name} model {config.name!r} is a litgpt GPT that cannot verify blocks: {reason}. "
             "Load its weights into litspec.model.GPT, which takes the same config and checkpoint."
         )
 
@@ -247,9 +255,13 @@ def generate(
 
     def prefill() -> torch.Tensor:
         input_pos = torch.arange(prompt_size, device=device)
-        args = (input_pos, prompt.view(1, -1))
-        module.next_token(draft_model, *args, input_pos_maxp1=maxp1(prompt_size), **sample_kwargs)
-        token = module.next_token(target_model, *args, input_pos_maxp1=maxp1(prompt_size), **sample_kwargs)
+        for name, model in (("draft", draft_model), ("target", target_model)):
+            try:
+                token = module.next_token(
+                    model, input_pos, prompt.view(1, -1), input_pos_maxp1=maxp1(prompt_size), **sample_kwargs
+                )
+            except _NotFinite as error:
+                raise _NotFinite(name, error.position) from None
         return token.view(-1)
 
     def step(token: torch.Tensor, input_pos: int, k: int) -> torch.Tensor:
