@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from litspec.drafters.base import Drafter, DraftSession, Proposal
 from litspec.drafters.draft_model import DraftModel
+from litspec.drafters.early_exit import EarlyExit
+from litspec.drafters.prompt_lookup import PromptLookup
 from litspec.drafters.speculative_k import FixedK, SpeculativeK, make_speculative_k
 from litspec.errors import InputError
 
@@ -20,7 +22,9 @@ __all__ = [
     "DraftSession",
     "Drafter",
     "DrafterName",
+    "EarlyExit",
     "FixedK",
+    "PromptLookup",
     "Proposal",
     "SpeculativeK",
     "make_drafter",
@@ -34,6 +38,8 @@ def make_drafter(
     *,
     pair: PairReport | None = None,
     exit_layer: int | None = None,
+    max_ngram: int = 3,
+    min_ngram: int = 1,
 ) -> Drafter | None:
     """The drafter that a user asked for.
 
@@ -42,14 +48,16 @@ def make_drafter(
             was loaded, else prompt lookup.
         placed: The target, and the draft model where one was loaded.
         pair: What the two vocabularies have in common; None where they are the same.
-        exit_layer: Layers that draft, for "early_exit".
+        exit_layer: Layers that draft, for "early_exit"; None for a quarter of them.
+        max_ngram: Longest run of tokens that "prompt_lookup" looks for ...
+        min_ngram: ... and the shortest.
 
     Returns:
         None for "none".
 
     Raises:
         InputError: For an unknown name, an object without the protocol's attributes, a draft model that was not loaded,
-            or an `exit_layer` outside the target's layers.
+            or a setting out of its range.
     """
     draft = getattr(placed, "draft_model", None)
     if not isinstance(drafter, str):
@@ -61,16 +69,21 @@ def make_drafter(
             )
         return drafter
     if drafter == "auto":
-        drafter = "draft_model" if draft is not None else "none"
+        drafter = "draft_model" if draft is not None else "prompt_lookup"
     if drafter == "none":
         return None
+    max_k = placed.verify_width - 1
+    if drafter == "prompt_lookup":
+        return PromptLookup(max_k, max_ngram=max_ngram, min_ngram=min_ngram)
+    if drafter == "early_exit":
+        return EarlyExit(placed.model, max_k=max_k, exit_layer=exit_layer)
     if drafter == "draft_model":
         if draft is None:
             raise InputError("drafter 'draft_model' needs a draft model, but draft_dir is not given; name its folder.")
         return DraftModel(
             draft,
             target_config=placed.model.config,
-            max_k=placed.verify_width - 1,
+            max_k=max_k,
             vocab_size=pair.shared_vocab_size if pair is not None else None,
             excluded=pair.excluded if pair is not None else (),
         )

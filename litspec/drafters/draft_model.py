@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from litspec.drafters.autoregressive import draft_tokens, step_bytes
 from litspec.drafters.base import Proposal
 from litspec.model import GPT, KVCache
-from litspec.sampling import Distribution, Rejection, Sampler, concatenate
+from litspec.sampling import Distribution, Rejection, Sampler
 
 if TYPE_CHECKING:
     from litgpt import Config
@@ -20,12 +21,6 @@ if TYPE_CHECKING:
 
 # Rows that a prompt is read in; a text's drafts then do not depend on whether its prompt had been read before.
 PREFILL_CHUNK = 512
-
-
-def step_bytes(model: GPT, n_layer: int | None = None) -> int:
-    """Bytes of weights that one row through the first `n_layer` blocks (None: all) and the head reads."""
-    modules = [*model.transformer.h[:n_layer], model.transformer.ln_f, model.lm_head]
-    return sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
 
 
 class DraftModel:
@@ -127,26 +122,18 @@ class DraftModelSession:
         first = min(self._filled, input_pos - 1)
         rows = torch.tensor([self._tokens[first : input_pos + 1]], device=self._device)
         if rows.size(1) == 2:
-            logits = self._step(rows, first)
+            logits = self._run(rows, first)
         else:
-            logits = self._model.prefill(rows, cache, start=first, chunk_size=PREFILL_CHUNK)
-        tokens, distributions = [], []
-        for position in range(input_pos + 1, input_pos + k + 1):
-            drawn, q = self._sampler.draw(self._allowed(logits), position)
-            tokens.append(drawn)
-            distributions.append(q)
-            if len(tokens) < k:
-                logits = self._step(drawn.view(1, 1), position)
+            logits = self._allowed(self._model.prefill(rows, cache, start=first, chunk_size=PREFILL_CHUNK))
+        tokens, q = draft_tokens(self._sampler, logits, self._run, input_pos + 1, k)
         self._filled, self._drafted = input_pos + 1, k - 1
 
-        proposal = torch.cat(tokens).to(self._target_device)
-        if distributions[0] is None:
-            return Proposal(proposal)
-        q = concatenate(distributions)
-        probs, ids = q.probs.to(self._target_device), None if q.ids is None else q.ids.to(self._target_device)
-        if ids is None:
-            probs = F.pad(probs, (0, self._target_vocab_size - probs.size(1)))
-        return Proposal(proposal, Distribution(probs, ids))
+        if q is not None:
+            probs, ids = q.probs.to(self._target_device), None if q.ids is None else q.ids.to(self._target_device)
+            if ids is None:
+                probs = F.pad(probs, (0, self._target_vocab_size - probs.size(1)))
+            q = Distribution(probs, ids)
+        return Proposal(tokens.to(self._target_device), q)
 
     def close(self) -> None:
         """The text has ended; the next one may have the cache, and need not read the same prompt again."""
@@ -171,12 +158,14 @@ class DraftModelSession:
             self._filled = len(prompt)
         return self._cache
 
-    def _step(self, rows: torch.Tensor, input_pos: int) -> torch.Tensor:
-        """Logits of the last of some rows, (1, 1, V)."""
+    def _run(self, rows: torch.Tensor, input_pos: int) -> torch.Tensor:
+        """Logits after the last of some rows, (1, v)."""
         cache = self._cache
-        # A slice of a tensor that is there already: no copy to the device.
+        rows = rows.view(1, -1)
+        kv_length = cache.bucket(input_pos + rows.size(1))
+        # The position is a slice of a tensor that is there already: no copy to the device.
         position = cache.slots[input_pos : input_pos + 1]
-        return self._model.verify(rows, position, cache, kv_length=cache.bucket(input_pos + rows.size(1)), last=1)
+        return self._allowed(self._model.verify(rows, position, cache, kv_length=kv_length, last=1))
 
     def _allowed(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits of ids that may be proposed, (1, v)."""

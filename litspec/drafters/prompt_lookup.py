@@ -1,0 +1,97 @@
+"""The text itself drafts: what followed the same few tokens earlier on (prompt lookup, n-gram drafting).
+
+No model, no second checkpoint. It pays where the text repeats what it was given: summaries, edits, code, extraction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from litspec.drafters.base import Proposal
+from litspec.errors import InputError
+from litspec.sampling import Sampler
+
+if TYPE_CHECKING:
+    from litspec.rounds import TargetSession
+
+
+class PromptLookup:
+    """Drafts from the prompt and the completion so far, see `drafters.Drafter`.
+
+    Let x be the text of T tokens. For n = `max_ngram`, ..., `min_ngram`, in this order, take the largest e < T with
+    x[e-n:e] = x[T-n:T], that is the most recent earlier place where the last n tokens stand. The proposal continues the
+    text as it went on there: its token j is x[e+j]. Where that runs past the end of the text it goes on with its own
+    tokens, so that the last T - e tokens are repeated as often as fits. It ends with its first stop token.
+
+    Args:
+        max_k: Most proposals a round.
+        max_ngram: Longest run of tokens that is looked for ...
+        min_ngram: ... and the shortest.
+
+    Raises:
+        InputError: For lengths outside 1 <= min_ngram <= max_ngram.
+    """
+
+    taps: tuple[int, ...] = ()
+    step_bytes = 0
+
+    def __init__(self, max_k: int, *, max_ngram: int = 3, min_ngram: int = 1) -> None:
+        if not 1 <= min_ngram <= max_ngram:
+            raise InputError(f"prompt lookup needs 1 <= min_ngram <= max_ngram, got {min_ngram} and {max_ngram}")
+        self.max_k = max_k
+        self.max_ngram = max_ngram
+        self.min_ngram = min_ngram
+
+    def begin(self, target: TargetSession, max_length: int, sampler: Sampler) -> PromptLookupSession:
+        return PromptLookupSession(self, target.stop_ids)
+
+
+class PromptLookupSession:
+    """One text, see `drafters.DraftSession`. Tables of all n-grams, brought up to date when a proposal is asked for."""
+
+    def __init__(self, drafter: PromptLookup, stop_ids: Sequence[int] = ()) -> None:
+        self._max_k = drafter.max_k
+        self._stop_ids = frozenset(stop_ids)
+        self._tokens: list[int] = []
+        self._noted = 0  # n-grams that end before this position are in the tables
+        # For each length, longest first: n-gram -> where its most recent occurrence ends, so what followed it is known.
+        self._ends: list[tuple[int, dict[tuple[int, ...], int]]] = [
+            (n, {}) for n in range(drafter.max_ngram, drafter.min_ngram - 1, -1)
+        ]
+
+    def extend(self, tokens: Sequence[int], input_pos: int, hidden: torch.Tensor | None = None) -> None:
+        self._tokens += tokens
+
+    def propose(self, token: int, input_pos: int, k: int) -> Proposal:
+        return Proposal(torch.tensor(self.search(min(k, self._max_k)), dtype=torch.int64))
+
+    def search(self, k: int) -> list[int]:
+        """At most k tokens, on the host."""
+        self._note()
+        tokens = self._tokens
+        size = len(tokens)
+        for n, ends in self._ends:
+            end = ends.get(tuple(tokens[-n:]))
+            if end is None:
+                continue
+            proposal = tokens[end : end + k]
+            for j in range(len(proposal), k):
+                proposal.append(proposal[j - (size - end)])
+            if not self._stop_ids.isdisjoint(proposal):
+                first = next(j for j, proposed in enumerate(proposal) if proposed in self._stop_ids)
+                del proposal[first + 1 :]
+            return proposal
+        return []
+
+    def _note(self) -> None:
+        """Enters the n-grams whose following token has become known."""
+        tokens, size = self._tokens, len(self._tokens)
+        for n, ends in self._ends:
+            start = max(self._noted, n)
+            if start < size:
+                ngrams = zip(*(tokens[start - n + i : size - n + i] for i in range(n)))
+                ends.update(zip(ngrams, range(start, size)))
+        self._noted = size
