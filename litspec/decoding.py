@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from litspec.stopping import Stop
-
-FinishReason = Literal["stop", "length"]
+from litspec.types import FinishReason
 
 
 class Round(NamedTuple):

@@ -13,16 +13,17 @@ from typing import Any, Literal, overload
 import torch
 
 from litspec.checkpoint import check_pair, open_checkpoint
-from litspec.decoding import Block, FinishReason, decode
+from litspec.decoding import Block, decode
 from litspec.demo import DEMO_DRAFT, DEMO_TARGET
-from litspec.drafters import Drafter, DrafterName, SpeculativeK, make_drafter, make_speculative_k
+from litspec.drafters import Drafter, SpeculativeK, make_drafter, make_speculative_k
 from litspec.errors import InputError
-from litspec.placement import Placement, place
+from litspec.placement import place
 from litspec.report import Stats, make_stats
 from litspec.rounds import Placed, Rounds, TargetSession
-from litspec.sampling import Sampler, SamplerName, Sampling, make_sampler
+from litspec.sampling import Sampler, Sampling, make_sampler
 from litspec.stopping import FirstOf, StopStrings, StopTokens
 from litspec.text import TextCodec
+from litspec.types import DrafterName, FinishReason, PlacementName, SamplerName
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,16 @@ class SpecLLM:
     """
 
     def __init__(
-        self, placed: Placed, codec: TextCodec, drafter: Drafter | None, notes: Sequence[str] = ()
+        self,
+        placed: Placed,
+        codec: TextCodec,
+        drafter: Drafter | None,
+        notes: Sequence[str] = (),
+        embedded: bool = False,
     ) -> None:
         self.drafter = drafter
         self.notes = list(notes)
+        self._embedded = embedded
         self.verify_width = placed.verify_width
         self._placed = placed
         self._codec = codec
@@ -110,7 +117,7 @@ class SpecLLM:
         accelerator: str = "auto",
         devices: int | str = 1,
         num_nodes: int = 1,
-        placement: Placement = "auto",
+        placement: PlacementName = "auto",
         precision: str | None = None,
         draft_precision: str | None = None,
         draft_device: str | None = None,
@@ -142,7 +149,8 @@ class SpecLLM:
         """
         if verify_width < 1:
             raise InputError(f"verify_width must be at least 1, got {verify_width}")
-        if checkpoint_dir is None:
+        embedded = checkpoint_dir is None
+        if embedded:
             if draft_dir is not None:
                 raise InputError("draft_dir is given without checkpoint_dir; name the target's folder too.")
             checkpoint_dir = DEMO_TARGET
@@ -164,7 +172,17 @@ class SpecLLM:
             verify_width=verify_width,
         )
         chosen = make_drafter(drafter, placed, pair=pair, exit_layer=exit_layer)
-        return cls(placed, codec, chosen, pair.notes if pair is not None else ())
+        return cls(placed, codec, chosen, pair.notes if pair is not None else (), embedded)
+
+    def describe(self) -> str:
+        """What is loaded, in a few lines for a terminal."""
+        config = self._placed.model.config
+        dtype = str(next(self._placed.model.parameters()).dtype).removeprefix("torch.")
+        lines = [f"Target {config.name!r}, {dtype} on {self._placed.device}, verifying {self.verify_width} rows at once."]
+        if self._embedded:
+            lines.insert(0, "No --checkpoint_dir given: this is the embedded demonstration pair.")
+        lines.append("No drafter: plain decoding." if self.drafter is None else f"Drafter: {self.drafter}.")
+        return "\n".join([*lines, *self.notes])
 
     @overload
     def generate(self, prompt: str, *, stream: Literal[False] = ..., **settings: Any) -> Completion: ...

@@ -49,6 +49,14 @@ class Stats:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def summary(self) -> str:
+        """One line for a terminal."""
+        return (
+            f"{self.new_tokens} tokens: prefill {self.prefill_seconds:.2f} s, decoding {self.decode_seconds:.2f} s, "
+            f"{self.tokens_per_second:.1f} tokens/s, acceptance rate {self.acceptance_rate:.2f} "
+            f"({self.accepted}/{self.proposed}), {self.tokens_per_round:.2f} tokens per round"
+        )
+
 
 def make_stats(blocks: list[Block], *, prefill_seconds: float, decode_seconds: float, **seconds: float) -> Stats:
     """Sums up the blocks of one text.

@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from litspec.errors import InputError
-
-SamplerName = Literal["rejection", "coupled"]
+from litspec.types import SamplerName
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,74 @@
+"""The `litspec` command."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from jsonargparse import ArgumentParser, set_config_read_mode, set_parsing_settings
+
+from litspec import __version__
+from litspec.commands.generate import generate
+
+COMMANDS: dict[str, Callable[..., int]] = {"generate": generate}
+
+
+class Parser(ArgumentParser):
+    """Says what is wrong with the flags in one sentence."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        print(f"litspec: {' '.join(message.split())} See `{self.prog} --help`.", file=sys.stderr)
+        sys.exit(2)
+
+
+def build_parser() -> ArgumentParser:
+    """A parser with one subcommand for each function of `COMMANDS`; its signature is the flags."""
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    set_config_read_mode(urls_enabled=True)
+    parser = Parser(
+        prog="litspec",
+        description="Speculative decoding for LitGPT checkpoints that changes the speed, never the text.",
+        version=__version__,
+    )
+    subcommands = parser.add_subcommands(dest="command", title="commands", metavar="COMMAND")
+    for name, function in COMMANDS.items():
+        summary = function.__doc__.split("\n\n")[0].strip()
+        command = Parser(description=function.__doc__.split("Args:")[0].strip())
+        command.add_argument("--config", action="config", help="YAML file with values for the flags below.")
+        command.add_function_arguments(function)
+        subcommands.add_subcommand(name, command, help=summary)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Runs the command line and exits: 0, 2 for input that cannot be used, 130 after Ctrl-C."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    # jsonargparse writes "append to a list" with a plus.
+    argv = ["--stop+" + arg[6:] if arg.split("=")[0] == "--stop" else arg for arg in argv]
+    try:
+        parsed = build_parser().parse_args(argv)
+        values = vars(parsed[parsed.command])
+        values.pop("config", None)
+        code = COMMANDS[parsed.command](**values)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        code = 130
+    except BrokenPipeError:
+        # Who reads has seen enough. What is still buffered must not be written once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except Exception as error:
+        from litspec.errors import InputError
+
+        if not isinstance(error, InputError):
+            raise
+        print(f"litspec: {error}", file=sys.stderr)
+        code = 2
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""`litspec generate`"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any, Literal
+
+from litspec.types import DrafterName, PlacementName, Precision, SamplerName
+
+
+def generate(
+    checkpoint_dir: str | None = None,
+    draft_dir: str | None = None,
+    prompt: str = "What food do llamas eat?",
+    *,
+    sys_prompt: str | None = None,
+    num_samples: int = 1,
+    max_new_tokens: int = 50,
+    min_new_tokens: int = 0,
+    speculative_k: int | Literal["auto"] = "auto",
+    top_k: int | None = 50,
+    top_p: float = 1.0,
+    temperature: float = 0.8,
+    sampler: SamplerName = "rejection",
+    seed: int = 1234,
+    stop: list[str] | None = None,
+    drafter: DrafterName = "auto",
+    exit_layer: int | None = None,
+    verify_width: int = 8,
+    accelerator: str = "auto",
+    devices: int | str = 1,
+    num_nodes: int = 1,
+    placement: PlacementName = "auto",
+    precision: Precision | None = None,
+    draft_precision: Precision | None = None,
+    draft_device: str | None = None,
+    include_prompt: bool = False,
+    output_format: Literal["text", "json"] = "text",
+) -> int:
+    """Generate text with speculative decoding; it is the text of the target alone, sooner.
+
+    The text goes to stdout as it is committed, everything else to stderr.
+
+    Args:
+        checkpoint_dir: Folder of the target in LitGPT's format, or its name below checkpoints/. Without it the embedded
+            demonstration pair runs.
+        draft_dir: Folder of the draft model, whose tokenizer must be the target's.
+        prompt: What to continue or answer; the checkpoint's prompt style is applied to it.
+        sys_prompt: System prompt, for prompt styles that have one.
+        num_samples: How many texts to generate for the prompt.
+        max_new_tokens: Most tokens of each text.
+        min_new_tokens: No text stops before it has this many tokens.
+        speculative_k: Tokens that the drafter proposes a round, at most verify_width - 1; auto chooses what pays.
+        top_k: Only the k most likely tokens; null for all.
+        top_p: Only the most likely tokens that hold this probability together, in [0, 1]; 0 is greedy, 1 takes all.
+        temperature: Divides the logits; 0 is greedy.
+        sampler: rejection accepts most proposals; coupled makes a sampled text the same for every drafter and every k.
+        seed: Of the random numbers; the same seed gives the same text.
+        stop: A string before which the text ends; repeat the flag for several.
+        drafter: Who proposes: a draft model, the prompt itself, the target's own first layers, or nobody; auto is the
+            draft model where draft_dir is given, else prompt_lookup.
+        exit_layer: Layers that draft, for early_exit; a quarter of them by default.
+        verify_width: Rows the target verifies at once, always; the last bits of the text depend on it.
+        accelerator: As in Lightning Fabric: auto, cpu, cuda, mps.
+        devices: How many devices, or auto for all.
+        num_nodes: How many machines.
+        placement: Where the weights live; auto is single where the pair fits one device, else tensor_parallel.
+        precision: Of the target's weights; by default bf16-true on a GPU that has it, 32-true on a CPU.
+        draft_precision: Of the draft model's weights; by default the target's.
+        draft_device: Device of the draft model, such as cuda:1; by default the target's.
+        include_prompt: Print the prompt before the text.
+        output_format: text streams the text; json prints one object for each text.
+    """
+    from litspec.errors import InputError
+    from litspec.llm import SpecLLM
+
+    if num_samples < 1:
+        raise InputError(f"num_samples must be at least 1, got {num_samples}")
+    llm = SpecLLM.load(
+        checkpoint_dir,
+        draft_dir,
+        drafter=drafter,
+        exit_layer=exit_layer,
+        verify_width=verify_width,
+        accelerator=accelerator,
+        devices=devices,
+        num_nodes=num_nodes,
+        placement=placement,
+        precision=precision,
+        draft_precision=draft_precision,
+        draft_device=draft_device,
+    )
+    log(llm.describe())
+    settings = dict(
+        sys_prompt=sys_prompt,
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens,
+        speculative_k=speculative_k,
+        top_k=top_k,
+        top_p=top_p,
+        temperature=temperature,
+        sampler=sampler,
+        seed=seed,
+        stop=stop,
+    )
+    for index in range(num_samples):
+        _sample(llm, prompt, include_prompt, output_format, index=index, **settings)
+    return 0
+
+
+def log(text: str) -> None:
+    """Says something to the person at the terminal, out of the way of the text."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _sample(llm: Any, prompt: str, include_prompt: bool, output_format: str, **settings: Any) -> None:
+    """Prints one text and what it cost."""
+    stream = llm.generate(prompt, stream=True, **settings)
+    as_text = output_format == "text"
+    if as_text and include_prompt:
+        sys.stdout.write(prompt)
+    try:
+        for piece in stream:
+            if as_text:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+    finally:
+        if as_text:
+            sys.stdout.write("\n")
+    completion = stream.completion
+    if not as_text:
+        text = prompt + completion.text if include_prompt else completion.text
+        record = {
+            "prompt": completion.prompt,
+            "text": text,
+            "token_ids": completion.token_ids,
+            "finish_reason": completion.finish_reason,
+            "stats": completion.stats.as_dict(),
+        }
+        print(json.dumps(record, ensure_ascii=False), flush=True)
+    log(completion.stats.summary())
