@@ -89,30 +89,29 @@ def open_checkpoint(checkpoint_dir: str | os.PathLike[str], *, role: str = "chec
         for names in (("model_config.yaml",), ("tokenizer.json", "tokenizer.model"), ("tokenizer_config.json",)):
             _check_present(folder, names, role)
     except OSError as error:
-        raise InputError(f"{role} {given!r} cannot be read: {error.strerror or error}.") from error
+        where = str(error.filename or given)
+        raise InputError(f"{where!r} ({role}) cannot be read: {error.strerror or error}.") from error
     return Checkpoint(folder, _read_config(folder / "model_config.yaml", role), folder / WEIGHTS, role)
 
 
 def _check_folder(given: Path, folder: Path, role: str) -> None:
     if folder.is_dir():
-        if not os.access(folder, os.R_OK | os.X_OK):
-            raise InputError(f"{role} {str(folder)!r} may not be read by this user; give read and search permission.")
+        os.listdir(folder)
+        os.stat(os.path.join(folder, "."))  # a folder that may be listed but not entered would seem to lack its files
         return
     if folder.exists():
         holder = f", here {str(folder.parent)!r}" if folder.name == WEIGHTS else ""
         raise InputError(f"{role} {str(folder)!r} is a file; give the folder that holds {WEIGHTS}{holder}.")
     as_given = given.is_absolute() or given.parts[0] == "checkpoints"
     where = "" if as_given else ", neither as given nor below ./checkpoints"
-    raise InputError(
-        f"{role} {str(given)!r} does not exist{where}; give a LitGPT checkpoint folder, such as `litgpt download` makes."
-    )
+    what = f"{role} {str(given)!r} does not exist{where}"
+    raise InputError(f"{what}; give a LitGPT checkpoint folder, such as `litgpt download` makes.")
 
 
 def _check_present(folder: Path, names: tuple[str, ...], role: str) -> None:
     for name in names:
-        if (path := folder / name).is_file():
-            if not os.access(path, os.R_OK):
-                raise InputError(f"{str(path)!r} ({role}) may not be read by this user; give it read permission.")
+        if (folder / name).is_file():
+            open(folder / name, "rb").close()
             return
     raise InputError(f"{role} {str(folder)!r} has no {' or '.join(names)}; a LitGPT checkpoint folder holds one.")
 
@@ -127,7 +126,6 @@ def _check_weights_file(folder: Path, role: str) -> None:
         )
     if not path.is_file():
         raise InputError(f"{role} {str(folder)!r} has no {WEIGHTS}{_what_else(folder)}.")
-    _check_present(folder, (WEIGHTS,), role)
     with open(path, "rb") as file:
         head = file.read(64)
     if zipfile.is_zipfile(path):
@@ -292,7 +290,8 @@ def load_weights(
     checkpoint: Checkpoint,
     *,
     dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
+    device: torch.device | str | Callable[[str], torch.device] | None = None,
+    part: Callable[[str, Tensor], Tensor] | None = None,
 ) -> None:
     """Puts a checkpoint's weights into a model, in place, tensor by tensor.
 
@@ -304,7 +303,9 @@ def load_weights(
         model: A GPT with LitGPT's parameter names, on any device, the meta device included.
         checkpoint: Where the weights come from.
         dtype: What to cast them to; None: to the type that each of the model's parameters has.
-        device: Where to put them; None: where the model is, or the CPU for a model on the meta device.
+        device: Where to put them, or a function that tells it by name; None: where the model is, or the CPU for a model
+            on the meta device.
+        part: Given a name and the whole tensor, returns what is to be kept of it; None: all.
 
     Raises:
         InputError: When the weights do not fit the model, which is unchanged then; names the first parameter at fault.
@@ -316,14 +317,17 @@ def load_weights(
     with torch.no_grad():
         for name, old in wanted.items():
             new = weights.pop(name)
-            to = torch.device(device) if device is not None else old.device
+            where = device(name) if callable(device) else device
+            to = torch.device(where) if where is not None else old.device
             to = torch.device("cpu") if to.type == "meta" else to
             kind = old.dtype if dtype is None else dtype
             same = (new.untyped_storage().data_ptr(), new.storage_offset(), new.shape, new.stride(), to, kind)
+            if part is not None:
+                new, same = part(name, new), (name,)
             if same not in placed:
                 placed[same] = new.to(to, kind)
             _replace(model, name, placed[same], old)
-    _settle_tables(model, device)
+    _settle_tables(model, None if callable(device) else device)
 
 
 def _check_fit(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
@@ -482,8 +486,8 @@ def _mismatch(id_: int, target: Checkpoint, draft: Checkpoint, targets: dict[int
     elsewhere = next((i for i, token in others.items() if token == tokens[id_]), None)
     place = "does not have it" if elsewhere is None else f"has it as id {elsewhere}"
     return (
-        f"The tokenizers of {str(target.dir)!r} and {str(draft.dir)!r} ({draft.role}) differ: {tokens[id_]!r} is id {id_} "
-        f"of the {one}, and the {other} {place}; give a draft with the target's vocabulary."
+        f"The tokenizers of {str(target.dir)!r} and {str(draft.dir)!r} ({draft.role}) differ: {tokens[id_]!r} is id "
+        f"{id_} of the {one}, the {other} {place}; give a draft with the target's vocabulary."
     )
 
 

@@ -39,7 +39,7 @@ def tiny_config(**fields: Any) -> Config:
 
 
 def byte_level_tokenizer(special: tuple[str, ...] = (EOS, BOS), words: tuple[str, ...] = ()) -> Tokenizer:
-    """A byte-level BPE without merges: ids 0 to 255 are bytes in the order of their characters, then words, then specials."""
+    """A byte-level BPE without merges: the 256 bytes in the order of their characters, then words, then specials."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: id_ for id_, token in enumerate([*alphabet, *words])}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
