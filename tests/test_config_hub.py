@@ -199,6 +199,7 @@ def test_the_command_reads_the_file(path, monkeypatch):
         # A folder stays relative to where the command runs, not to where the file lies.
         assert (str(parsed[name]) if name.endswith("_dir") else parsed[name]) == value, name
     assert parsed["prompt"] == "What do llamas eat?"
+    assert parsed["speculative_k"] <= MAX_K == parsed["verify_width"] - 1
 
 
 def test_a_flag_overrides_the_file_and_a_key_that_is_no_flag_is_refused(tmp_path):
