@@ -33,11 +33,29 @@ class Placed(Protocol):
         model: The model; what it returns lies on `device`, complete, on every rank.
         device: Where tokens and logits are.
         verify_width: W, the rows of every verification.
+        draft_model: The model of the draft checkpoint, where there is one.
+        rank: This process among those that were launched together, 0 for one alone.
+        world_size: How many they are.
+        is_rank_zero: Whether this process is the one that prints and writes.
     """
 
     model: GPT
     device: torch.device
     verify_width: int
+    draft_model: GPT | None
+    rank: int
+    world_size: int
+
+    @property
+    def is_rank_zero(self) -> bool: ...
+
+    def same(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The tokens that the target is about to run, made the same on every rank; may change them in place."""
+        ...
+
+    def share_int(self, value: int) -> int:
+        """One number for all ranks that make a text together: rank 0's."""
+        ...
 
     def agree(self, packed: torch.Tensor, decide: Callable[[list[int]], int]) -> list[int]:
         """Brings the outcome of a round to the host, the only read of the round, the same on every rank.
@@ -77,13 +95,11 @@ class TargetSession:
         self._logits: torch.Tensor | None = None  # (1, V), what followed it
         self._block = torch.zeros(1, self.verify_width, dtype=torch.int64, device=self.device)
 
-    def prefill(
-        self, prompt: Sequence[int], taps: Sequence[int] = ()
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def prefill(self, prompt: Sequence[int], taps: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Reads the prompt, or what the cache does not hold of it yet.
 
-        Keys and values are kept up to the last border between chunks before which this prompt equals the last one: there
-        the chunks, hence the bits, are the same as in a fresh session.
+        Keys and values are kept up to the last border between chunks before which this prompt equals the last one:
+        there the chunks, hence the bits, are the same as in a fresh session.
 
         Returns:
             Logits of the last token, (1, V); with taps the states of all tokens, (T, len(taps) * n_embd), else None.
@@ -97,7 +113,7 @@ class TargetSession:
         # At least one token is left to run, whose logits are wanted.
         start = 0 if taps else min(shared, len(tokens) - 1) // PREFILL_CHUNK * PREFILL_CHUNK
         self._tokens = []
-        idx = torch.tensor([tokens[start:]], device=self.device)
+        idx = self.placed.same(torch.tensor([tokens[start:]], device=self.device))
         result = self.model.prefill(idx, self.cache, start=start, chunk_size=PREFILL_CHUNK, taps=taps)
         logits, hidden = result if taps else (result, None)
         self._tokens, self._logits = tokens, logits[0]
@@ -121,7 +137,7 @@ class TargetSession:
         block[0, 0] = token
         block[0, 1 : 1 + proposal.size(0)] = proposal
         result = self.model.verify(
-            block,
+            self.placed.same(block),
             torch.tensor([input_pos], device=self.device),
             self.cache,
             kv_length=self.cache.bucket(input_pos + self.verify_width),
@@ -180,7 +196,7 @@ class Rounds:
         logits, hidden = self._target.prefill(self._prompt, self._taps)
         position = len(self._prompt)
         verified = self._sampler.verify(logits, position, self._none)
-        tokens = self._read(verified, position, lambda outcome: self.speculative_k)[:1]
+        tokens, _ = self._read(verified, 0, position, lambda accepted: self.speculative_k)
         if self._draft is not None:
             shifted = None if hidden is None else F.pad(hidden, (0, 0, 1, 0))
             self._draft.extend(self._prompt, 0, None if shifted is None else shifted[:-1])
@@ -197,38 +213,49 @@ class Rounds:
         if self._draft is not None and k > 0:
             proposal, q = self._draft.propose(last, input_pos, k)
             proposal = proposal[:k].to(self._target.device)
-        proposed = proposal.size(0)
         drafted = time.perf_counter()
 
         logits, hidden = self._target.verify(last, input_pos, proposal, self._taps)
-        verified = self._sampler.verify(logits[: proposed + 1], input_pos + 1, proposal, q)
-        if proposed and self._target.stop_ids:
+        verified = self._sampler.verify(logits[: proposal.size(0) + 1], input_pos + 1, proposal, q)
+        if proposal.size(0) and self._target.stop_ids:
             # What was proposed behind a stop is no part of the text and should not count as accepted.
             up_to_stop = right_prefix(~(proposal.unsqueeze(1) == self._stops).any(1)) + 1
             verified = verified._replace(accepted=verified.accepted.minimum(up_to_stop))
 
-        def decide(outcome: list[int]) -> int:
+        def next_k(accepted: int) -> int:
             seconds = time.perf_counter() - began
-            self._choose_k.observe(proposed=proposed, accepted=outcome[proposed + 1], seconds=seconds, limit=k)
+            self._choose_k.observe(proposed=proposal.size(0), accepted=accepted, seconds=seconds, limit=k)
             return self._choose_k.choose()
 
-        outcome = self._read(verified, input_pos + 1, decide)
-        tokens = outcome[: outcome[proposed + 1] + 1]
-        self.speculative_k = outcome[-1]
+        tokens, proposed = self._read(verified, proposal.size(0), input_pos + 1, next_k)
         if self._draft is not None:
             self._draft.extend(tokens, input_pos + 1, None if hidden is None else hidden[: len(tokens)])
         self.draft_seconds += drafted - began
         self.verify_seconds += time.perf_counter() - drafted
         return Round(tokens, proposed)
 
-    def _read(self, verified: Verified, position: int, decide: Callable[[list[int]], int]) -> list[int]:
-        """Tokens, number accepted, whether all was finite, next k: the one device-to-host read of a round."""
-        packed = torch.cat((verified.tokens, verified.accepted.view(1), verified.finite.view(1)))
-        outcome = self._target.placed.agree(packed, decide)
-        if not outcome[-2]:
-            self._target.forget()
+    def _read(
+        self, verified: Verified, proposed: int, position: int, next_k: Callable[[int], int]
+    ) -> tuple[list[int], int]:
+        """The one device-to-host read of a round: the tokens to commit and the number proposed; sets the next k.
+
+        What is read has one size, so that ranks whose drafters differ still understand each other.
+        """
+        target = self._target
+        packed = torch.cat(
+            (
+                verified.accepted.view(1),
+                verified.finite.view(1),
+                torch.full((1,), proposed, device=target.device),
+                F.pad(verified.tokens, (0, target.verify_width - verified.tokens.size(0))),
+            )
+        )
+        accepted, finite, proposed, *tokens, k = target.placed.agree(packed, lambda outcome: next_k(outcome[0]))
+        if not finite:
+            target.forget()
             raise InputError(
                 f"Logits of the target, or probabilities of the drafter, hold NaN or inf in the block that begins at "
                 f"position {position}; check the weights and the precision."
             )
-        return outcome
+        self.speculative_k = k
+        return tokens[: accepted + 1], proposed

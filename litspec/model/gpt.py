@@ -128,10 +128,11 @@ class GPT(nn.Module):
         size = size if size <= 512 else -(-size // 512) * 512
         k, v = [], []
         for block in self.transformer.h:
-            like = next(block.parameters())
+            # Layers may lie on several devices, and their weights may be quantized; the embedding never is.
+            like = dict(dtype=self.transformer.wte.weight.dtype, device=next(block.parameters()).device)
             shape = block.attn.cache_shape(batch_size, size)
-            k.append(torch.zeros(shape, dtype=like.dtype, device=like.device))
-            v.append(torch.zeros(shape, dtype=like.dtype, device=like.device))
+            k.append(torch.zeros(shape, **like))
+            v.append(torch.zeros(shape, **like))
         rope = [(cos[:size], sin[:size]) for cos, sin in self._rope_tables(size)]
         return KVCache(k, v, rope, max_seq_length, powers_of_two)
 
@@ -211,6 +212,7 @@ class GPT(nn.Module):
             x = block(x, step, k_cache, v_cache)
             if i in taps:
                 seen[i] = x
+        x = x.to(idx.device)
         if -1 in taps:
             seen[-1] = self.transformer.ln_f(x)
         return x, [torch.cat([seen[i].to(x.device) for i in taps], dim=-1)] if taps else []
@@ -222,8 +224,8 @@ class GPT(nn.Module):
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _rope_tables(self, length: int) -> list[Rope]:
-        """Tables of at least `length` rows per rope base, in the dtype and on the device of the weights."""
-        like = next(self.transformer.h[0].parameters())
+        """Tables of at least `length` rows per rope base, in the dtype and on the device of the embedding."""
+        like = self.transformer.wte.weight
         if self._rope:
             cos = self._rope[0][0]
             if cos.size(0) >= length and cos.dtype == like.dtype and cos.device == like.device:

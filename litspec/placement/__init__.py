@@ -1,6 +1,18 @@
 """Where the weights live, by Lightning Fabric. The decode loop never asks."""
 
-from litspec.placement.place import Placement, place
-from litspec.placement.single import Single, load_model, place_single
+from litspec.placement.heartbeat import LostRank
+from litspec.placement.place import place, process_rank
+from litspec.placement.replicate import Replica, share_of
+from litspec.placement.single import Single, load_model
+from litspec.placement.tensor_parallel import TensorParallel
 
-__all__ = ["Placement", "Single", "load_model", "place", "place_single"]
+__all__ = [
+    "LostRank",
+    "Replica",
+    "Single",
+    "TensorParallel",
+    "load_model",
+    "place",
+    "process_rank",
+    "share_of",
+]

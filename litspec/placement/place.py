@@ -1,20 +1,70 @@
-"""`place`: from a pair of checkpoints and a few settings to a `Placed` pair."""
+"""`place`: from a pair of checkpoints and a few settings to a `Placed` pair, by Lightning Fabric."""
 
 from __future__ import annotations
 
-from typing import Literal
+import functools
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, get_args
 
 import torch
+import torch.distributed as dist
 from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.fabric.strategies import DDPStrategy, ParallelStrategy
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from litgpt.config import Config
+from torch import Tensor
 
 from litspec.checkpoint import Checkpoint
 from litspec.errors import InputError
-from litspec.placement.single import Single, load_model
+from litspec.model import GPT
+from litspec.placement.heartbeat import Heartbeat
+from litspec.placement.replicate import Replica
+from litspec.placement.sequential import load_sequential, split_pair
+from litspec.placement.single import Single, load_model, load_quantized
+from litspec.placement.tensor_parallel import Shard, TensorParallel, broadcast, load_shard
 from litspec.rounds import Placed
-
-Placement = Literal["auto", "single", "tensor_parallel", "sequential", "replicate"]
+from litspec.types import DraftPlacementName, PlacementName, Quantize
 
 DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+# Positions whose keys and values are counted when memory is shared out; a longer text needs more.
+COUNTED_POSITIONS = 8192
+# Left free on every device: activations, the engine's own buffers, fragments.
+RESERVE_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the two models, as it is to be loaded.
+
+    Attributes:
+        checkpoint: Where from.
+        dtype: Of its weights.
+        device: Where to; None: to the device of the rank.
+        cut: Whether it is cut across ranks.
+    """
+
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    device: torch.device | None = None
+    cut: bool = False
+
+    def bytes_on(self, rank: int, ranks: int) -> int:
+        """Bytes of its weights that come to the rank's own device."""
+        if self.device is not None:
+            return 0
+        part = Shard(self.checkpoint.config, rank, ranks).part if self.cut else None
+        return weight_bytes(self.checkpoint.config, self.dtype, part)
+
+    def load(self, device: torch.device, rank: int, ranks: int) -> GPT:
+        """The model, or this rank's shard of it."""
+        if self.cut:
+            return load_shard(self.checkpoint, Shard(self.checkpoint.config, rank, ranks), device, self.dtype)
+        return load_model(self.checkpoint, self.device or device, self.dtype)
 
 
 def place(
@@ -24,31 +74,221 @@ def place(
     accelerator: str = "auto",
     devices: int | str = 1,
     num_nodes: int = 1,
-    placement: Placement = "auto",
+    placement: PlacementName = "auto",
     precision: str | None = None,
     draft_precision: str | None = None,
     draft_device: str | None = None,
-    draft_placement: Literal["replicated", "tensor_parallel"] = "replicated",
-    quantize: str | None = None,
+    draft_placement: DraftPlacementName = "replicated",
+    quantize: Quantize | None = None,
     verify_width: int = 8,
 ) -> Placed:
-    """Loads a pair and puts its weights where the placement says."""
-    if placement not in ("auto", "single") or quantize is not None:
-        raise InputError(f"placement must be 'auto' or 'single' for now, got {placement!r}")
-    fabric = Fabric(accelerator=accelerator, devices=devices, num_nodes=num_nodes)
-    device = fabric.device
-    dtype = dtype_of(precision, device, "precision")
-    model = load_model(target, device, dtype)
-    draft_model = None
+    """Loads a pair and puts its weights where the placement says.
+
+    With "tensor_parallel" and "replicate" on several devices there is one process per device. Where `torchrun`,
+    `fabric run` or SLURM started them, they meet here; else the first process starts the others, by running its own
+    command line once more for each.
+
+    Args:
+        target: The target's checkpoint.
+        draft: The draft's, None where no draft model is wanted.
+        accelerator: As in Lightning Fabric, and so for `devices` and `num_nodes`.
+        devices: How many devices of each machine, or which; "auto" for all. Processes that a launcher started are all
+            used where this is left at 1.
+        num_nodes: How many machines.
+        placement: "single": the pair on one device. "tensor_parallel": the target's layers cut across all devices.
+            "sequential": the target's layers in order over the devices of one process. "replicate": the pair on every
+            device, for many prompts. "auto": single for one device, else tensor_parallel; with devices="auto" single
+            where the pair fits one.
+        precision: "bf16-true", "16-true" or "32-true", of the target's weights; None is the device's best.
+        draft_precision: The same of the draft's; None is the target's.
+        draft_device: Device of the draft, such as "cuda:1" or "cpu"; None is the target's, or with "sequential" the
+            one with most room.
+        draft_placement: With "tensor_parallel", whether every rank holds the draft whole ("replicated": no traffic)
+            or it is cut like the target.
+        quantize: Quantize the target's linear layers with bitsandbytes, as LitGPT does.
+        verify_width: W, the rows of every verification.
+
+    Raises:
+        InputError: A setting that cannot be used, a model that cannot be cut or does not fit.
+    """
+    _check_choice("placement", placement, PlacementName)
+    _check_choice("draft_placement", draft_placement, DraftPlacementName)
+    open_number = devices in ("auto", -1, "-1")
+    if placement in ("single", "sequential"):
+        if placement == "single" and open_number:
+            devices = 1
+        _check_alone(placement, num_nodes)
+    else:
+        devices, num_nodes = _launched(devices, num_nodes)
+    fabric = _fabric(accelerator=accelerator, devices=devices, num_nodes=num_nodes)
+    homes = fabric.strategy.parallel_devices if isinstance(fabric.strategy, ParallelStrategy) else [fabric.device]
+    ranks = len(homes) * num_nodes
+    dtype = dtype_of(precision or os.environ.get("LT_PRECISION"), homes[0], "precision")
+    if quantize is not None:
+        _check_quantize(quantize, homes[0], placement, ranks)
+
+    there = _draft_device(draft_device, 1 if placement == "sequential" else ranks)
+    whole = Part(target, dtype)
+    small = None
     if draft is not None:
-        there = torch.device(draft_device) if draft_device is not None else device
-        draft_dtype = dtype if draft_precision is None else dtype_of(draft_precision, there, "draft_precision")
-        draft_model = load_model(draft, there, draft_dtype)
-    return Single(model, device, verify_width, draft_model)
+        small_dtype = (
+            dtype if draft_precision is None else dtype_of(draft_precision, there or homes[0], "draft_precision")
+        )
+        small = Part(draft, small_dtype, there)
+
+    if placement == "sequential":
+        return _place_sequential(whole, small, homes, verify_width)
+    if placement == "auto" and ranks > 1 and open_number and num_nodes == 1 and _fits(whole, small, homes[0]):
+        fabric, ranks = _fabric(accelerator=accelerator, devices=1), 1
+    if ranks == 1:
+        fabric.launch()
+        return Single(*_load(whole, small, fabric.device, 0, 1, quantize), fabric.device, verify_width)
+    if placement == "single":
+        raise InputError(
+            f"placement 'single' takes one device, but devices = {devices!r} are {ranks}; choose 'tensor_parallel', "
+            "'sequential' or 'replicate'."
+        )
+
+    cut = placement != "replicate"
+    if cut:
+        whole, small = _cut(whole, small, draft_placement, ranks)
+    fabric = _launch(accelerator, devices, num_nodes, "tensor_parallel" if cut else placement, ranks)
+    rank = fabric.global_rank
+    heartbeat = _heartbeat(rank, ranks)
+    models = _load(whole, small, fabric.device, rank, ranks, quantize)
+    kind = TensorParallel if cut else Replica
+    return kind(*models, fabric.device, verify_width, rank, ranks, heartbeat)
 
 
-def dtype_of(precision: str | None, device: torch.device, name: str) -> torch.dtype:
-    """The type that a precision by Fabric's name stores weights in; None is the device's best."""
+def _cut(whole: Part, small: Part | None, draft_placement: str, ranks: int) -> tuple[Part, Part | None]:
+    """The target, and the draft where it is wanted, cut across ranks."""
+    Shard(whole.checkpoint.config, 0, ranks).check(whole.checkpoint.role)
+    if small is not None and draft_placement == "tensor_parallel":
+        if small.device is not None:
+            raise InputError(
+                f"draft_device = {str(small.device)!r} goes with draft_placement 'replicated'; a draft that is cut "
+                "lies with the target."
+            )
+        Shard(small.checkpoint.config, 0, ranks).check("draft_dir")
+        small = replace(small, cut=True)
+    return replace(whole, cut=True), small
+
+
+def _load(
+    whole: Part, small: Part | None, device: torch.device, rank: int, ranks: int, quantize: str | None
+) -> tuple[GPT, GPT | None]:
+    """Target and draft."""
+    need = whole.bytes_on(rank, ranks) if quantize is None else 0
+    _check_room(device, need + (small.bytes_on(rank, ranks) if small is not None else 0), ranks)
+    if quantize is None:
+        model = whole.load(device, rank, ranks)
+    else:
+        model = load_quantized(whole.checkpoint, device, whole.dtype, quantize)
+    return model, small.load(device, rank, ranks) if small is not None else None
+
+
+def _place_sequential(whole: Part, small: Part | None, homes: list[torch.device], verify_width: int) -> Single:
+    ends, layers = layer_bytes(whole.checkpoint.config, whole.dtype)
+    draft_bytes = small.bytes_on(0, 1) if small is not None else 0
+    counts, index = split_pair(layers, ends, draft_bytes, [_room(device) for device in homes])
+    model = load_sequential(whole.checkpoint, homes, counts, whole.dtype)
+    draft_model = small.load(homes[index or 0], 0, 1) if small is not None else None
+    return Single(model, draft_model, homes[0], verify_width)
+
+
+# ---- processes ----
+
+
+def process_rank() -> int:
+    """This process's rank among those launched together, before as after they have met; 0 for one alone."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    if TorchElasticEnvironment.detect():
+        return int(os.environ["RANK"])
+    if SLURMEnvironment.detect():
+        return int(os.environ["SLURM_PROCID"])
+    return int(os.environ.get("LOCAL_RANK", 0)) or int(os.environ.get("NODE_RANK", 0))
+
+
+def _launched(devices: int | str, num_nodes: int) -> tuple[int | str, int]:
+    """The processes per machine and machines that a launcher started, where `devices` and `num_nodes` leave it open."""
+    if devices not in (1, "1") or num_nodes != 1:
+        return devices, num_nodes
+    if TorchElasticEnvironment.detect():
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+        return local, int(os.environ["WORLD_SIZE"]) // local
+    if SLURMEnvironment.detect():
+        nodes = int(os.environ.get("SLURM_NNODES", 1))
+        return int(os.environ["SLURM_NTASKS"]) // nodes, nodes
+    return devices, num_nodes
+
+
+def _check_alone(placement: str, num_nodes: int) -> None:
+    local, nodes = _launched(1, 1)
+    if (processes := local * nodes * num_nodes) > 1:
+        raise InputError(
+            f"placement {placement!r} is one process on one machine, but there are {processes}; start it without a "
+            "launcher, or choose 'tensor_parallel'."
+        )
+
+
+def _fabric(**settings: Any) -> Fabric:
+    """Fabric, whose complaints about settings become sentences."""
+    if os.environ.get("LT_CLI_USED") == "1" and settings.get("devices") is not None:
+        # `fabric run` has its own flags for these and insists that a script leaves them alone or repeats them.
+        settings["devices"] = os.environ.get("LT_DEVICES", settings["devices"])
+    try:
+        return Fabric(**settings)
+    except (ValueError, TypeError, RuntimeError, MisconfigurationException) as error:
+        names = [name for name in ("accelerator", "devices", "num_nodes") if name in settings]
+        asked = ", ".join(f"{name} = {settings[name]!r}" for name in names)
+        raise InputError(f"Lightning Fabric cannot give {asked}: {' '.join(str(error).split())}") from error
+
+
+def _launch(accelerator: str, devices: int | str, num_nodes: int, placement: str, ranks: int) -> Fabric:
+    """Starts the other processes, or meets them where they have been started."""
+    if dist.is_initialized():
+        if dist.get_world_size() != ranks:
+            raise InputError(
+                f"placement {placement!r} asks for {ranks} processes, but this one already is one of "
+                f"{dist.get_world_size()}; load all models of a script on the same number."
+            )
+    elif "LOCAL_RANK" not in os.environ and not SLURMEnvironment.detect():
+        if hasattr(sys, "ps1") or sys.flags.interactive:
+            raise InputError(
+                f"placement {placement!r} on {ranks} devices needs {ranks} processes, which cannot be started from a "
+                "notebook or an interactive session; use placement='sequential' here, or run a script."
+            )
+        import __main__
+
+        if __main__.__spec__ is None and not os.path.isfile(sys.argv[0]):
+            raise InputError(
+                f"placement {placement!r} on {ranks} devices starts {ranks} processes by running the script again, but "
+                f"{sys.argv[0]!r} is no script; put the code into a file, or use placement='sequential'."
+            )
+    fabric = _fabric(accelerator=accelerator, devices=devices, num_nodes=num_nodes, strategy=DDPStrategy())
+    try:
+        fabric.launch()
+    except ValueError as error:  # the launcher's number of processes is another
+        raise InputError(f"placement {placement!r}: {' '.join(str(error).split())}") from error
+    return fabric
+
+
+@functools.cache
+def _heartbeat(rank: int, ranks: int) -> Heartbeat:
+    device = "cpu" if dist.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
+    return Heartbeat(rank, ranks, lambda value: int(broadcast(torch.tensor([value], device=device)).item()))
+
+
+# ---- precision ----
+
+
+def dtype_of(precision: str | None, device: torch.device, name: str = "precision") -> torch.dtype:
+    """The type that a precision by Fabric's name stores weights in; None is the device's best.
+
+    Raises:
+        InputError: For another precision; weights are stored in what they are used in, so the mixed ones make no sense.
+    """
     if precision is None:
         precision = default_precision(device)
     if precision not in DTYPES:
@@ -57,9 +297,87 @@ def dtype_of(precision: str | None, device: torch.device, name: str) -> torch.dt
 
 
 def default_precision(device: torch.device) -> str:
-    """bf16-true where the device has it, else 16-true; 32-true on a CPU."""
-    if device.type == "cpu":
-        return "32-true"
-    if device.type == "cuda" and not torch.cuda.is_bf16_supported():
-        return "16-true"
-    return "bf16-true"
+    """bf16-true where the device computes in it, else 16-true; 32-true on a CPU."""
+    if device.type == "cuda":
+        return "bf16-true" if torch.cuda.is_bf16_supported(including_emulation=False) else "16-true"
+    return "32-true" if device.type == "cpu" else "16-true"
+
+
+def _check_quantize(quantize: str, device: torch.device, placement: str, ranks: int) -> None:
+    _check_choice("quantize", quantize, Quantize)
+    if device.type != "cuda":
+        raise InputError(f"quantize = {quantize!r} needs a CUDA device, but the target goes to {device.type!r}.")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise InputError(
+            f"quantize = {quantize!r} needs bitsandbytes, which is not installed; `pip install bitsandbytes`."
+        )
+    if placement == "sequential" or (ranks > 1 and placement != "replicate"):
+        raise InputError(
+            f"quantize = {quantize!r} goes with placement 'single' or 'replicate', not with {placement!r} on {ranks} "
+            "devices."
+        )
+
+
+def _check_choice(name: str, value: object, choices: Any) -> None:
+    if value not in get_args(choices):
+        raise InputError(f"{name} must be one of {', '.join(get_args(choices))}, got {value!r}")
+
+
+# ---- memory ----
+
+
+def weight_bytes(config: Config, dtype: torch.dtype, part: Callable[[str, Tensor], Tensor] | None = None) -> int:
+    """Bytes of a model's weights, or of what `part` keeps of them."""
+    with torch.device("meta"):
+        weights = GPT(config).state_dict()
+    return sum((w if part is None else part(name, w)).numel() for name, w in weights.items()) * dtype.itemsize
+
+
+def layer_bytes(config: Config, dtype: torch.dtype) -> tuple[int, list[int]]:
+    """Bytes of what is no layer, and of each layer with its keys and values for `COUNTED_POSITIONS` at most."""
+    with torch.device("meta"):
+        model = GPT(config)
+        cache = model.make_cache(min(config.block_size, COUNTED_POSITIONS))
+    per_block = [sum(p.numel() for p in block.parameters()) for block in model.transformer.h]
+    ends = sum(p.numel() for p in model.parameters()) - sum(per_block)
+    layers = [size + k.numel() + v.numel() for size, k, v in zip(per_block, cache.k, cache.v)]
+    return ends * dtype.itemsize, [size * dtype.itemsize for size in layers]
+
+
+def _room(device: torch.device) -> int:
+    """Bytes that weights may take on a device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] - RESERVE_BYTES
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _fits(whole: Part, small: Part | None, device: torch.device) -> bool:
+    ends, layers = layer_bytes(whole.checkpoint.config, whole.dtype)
+    return ends + sum(layers) + (small.bytes_on(0, 1) if small is not None else 0) <= _room(device)
+
+
+def _check_room(device: torch.device, need: int, ranks: int) -> None:
+    """A sentence beforehand instead of the device's own complaint in the middle of loading."""
+    if device.type == "cuda" and need > (room := _room(device)):
+        raise InputError(
+            f"The weights need {need / 1e9:.1f} GB on {device}, which has room for {room / 1e9:.1f} GB; give more than "
+            f"{ranks} device(s) with placement 'tensor_parallel' or 'sequential', or quantize."
+        )
+
+
+def _draft_device(draft_device: str | None, ranks: int) -> torch.device | None:
+    """Where the draft is to lie; None: with the target."""
+    if draft_device is None:
+        return None
+    try:
+        device = torch.device(draft_device)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        why = str(error).splitlines()[0]
+        raise InputError(f"draft_device = {draft_device!r} is no device of this machine: {why}") from error
+    if ranks > 1 and device.type != "cpu":
+        raise InputError(
+            f"draft_device = {draft_device!r} is one device, but each of {ranks} processes drafts on its own; leave it "
+            "out, or give 'cpu'."
+        )
+    return device

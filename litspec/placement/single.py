@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from lightning.fabric.plugins import BitsandbytesPrecision
 
-from litspec.checkpoint import Checkpoint, load_weights
+from litspec.checkpoint import Checkpoint, load_weights, read_state_dict
+from litspec.errors import InputError
 from litspec.model import GPT
 
 
@@ -17,17 +19,17 @@ class Single:
 
     Attributes:
         model: The target.
-        device: Where its tokens and logits are.
-        verify_width: W.
         draft_model: The draft's model, where there is a draft.
+        device: Where the target's tokens and logits are.
+        verify_width: W.
         rank: This process among those that share the work, 0 for one process.
         world_size: How many they are.
     """
 
     model: GPT
+    draft_model: GPT | None
     device: torch.device
     verify_width: int
-    draft_model: GPT | None = None
     rank: int = 0
     world_size: int = 1
 
@@ -36,6 +38,9 @@ class Single:
         """Whether this is the process that prints and writes."""
         return self.rank == 0
 
+    def same(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens
+
     def agree(self, packed: torch.Tensor, decide: Callable[[list[int]], int]) -> list[int]:
         outcome = packed.tolist()
         return [*outcome, decide(outcome)]
@@ -43,6 +48,9 @@ class Single:
     def share_int(self, value: int) -> int:
         """Rank 0's value, on every rank."""
         return value
+
+    def wait_for_all(self) -> None:
+        """Waits until every rank has done its share of many prompts."""
 
 
 def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> GPT:
@@ -53,6 +61,26 @@ def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype)
     return model.eval().requires_grad_(False)
 
 
-def place_single(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, verify_width: int) -> Single:
-    """Loads a target onto one device."""
-    return Single(load_model(checkpoint, device, dtype), device, verify_width)
+def load_quantized(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, mode: str) -> GPT:
+    """Loads a model whose linear layers bitsandbytes quantizes one by one as they arrive on the device.
+
+    Args:
+        checkpoint: The target's.
+        device: A CUDA device.
+        dtype: What products are computed in.
+        mode: "bnb." and one of Fabric's modes: nf4, nf4-dq, fp4, fp4-dq, int8.
+
+    Raises:
+        InputError: int8 with another dtype than float16; weights that do not fit the model.
+    """
+    try:
+        plugin = BitsandbytesPrecision(mode.removeprefix("bnb."), dtype)
+    except ValueError as error:
+        raise InputError(f"quantize = {mode!r} with {dtype}: {error}; set precision='16-true'.") from error
+    with torch.device(device), plugin.module_init_context():
+        model = GPT(checkpoint.config)
+    try:
+        model.load_state_dict(read_state_dict(checkpoint))
+    except RuntimeError as error:
+        raise InputError(f"{str(checkpoint.weights)!r} does not fit model_config.yaml: {error}") from error
+    return plugin.convert_module(model).eval().requires_grad_(False)

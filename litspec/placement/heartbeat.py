@@ -1,0 +1,106 @@
+"""Tells when another rank has died, so that the others end with a sentence instead of waiting for it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+BEAT_SECONDS = 3.0
+LOST_SECONDS = 40.0
+
+
+class LostRank(RuntimeError):
+    """Another rank has ended or cannot be reached."""
+
+    @classmethod
+    def because(cls, error: BaseException) -> LostRank:
+        why = " ".join(str(error).split())
+        return cls(f"Another rank has ended or cannot be reached, so this one ends too ({why}).")
+
+
+class Heartbeat:
+    """Counters of all ranks in a store on rank 0, which each rank raises every few seconds and looks at.
+
+    A collective would end by its timeout, but that must be long: a rank that waits for a slow reader of its output, or
+    that loads from a slow disk, is alive. A dead one is told by its silence. While `needed` is true this process ends
+    when another has been silent for `LOST_SECONDS`.
+
+    Attributes:
+        needed: Whether this rank cannot go on without the others, as within a round.
+
+    Args:
+        rank: This process ...
+        world_size: ... of so many.
+        share_int: Gives rank 0's number to all ranks.
+    """
+
+    def __init__(self, rank: int, world_size: int, share_int: Callable[[int], int]) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.needed = False
+        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        timeout = timedelta(seconds=LOST_SECONDS)
+        options = dict(world_size=None, wait_for_workers=False, timeout=timeout)
+        store = dist.TCPStore(host, 0, is_master=True, **options) if rank == 0 else None
+        port = share_int(0 if store is None else store.port)
+        self._store = store or dist.TCPStore(host, port, is_master=False, **options)
+        now = time.monotonic()
+        self._seen = {other: (0, now) for other in range(world_size) if other != rank}
+        self._ended: set[int] = set()
+        # Two threads, since one that asks a rank 0 that hangs would hang with it.
+        for target in (self._beat, self._watch):
+            threading.Thread(target=target, daemon=True, name=f"litspec-{target.__name__}").start()
+
+    def lost(self) -> list[int]:
+        """The ranks that have been silent for too long without having said that they end."""
+        old = time.monotonic() - LOST_SECONDS
+        silent = [other for other, (_, seen) in self._seen.items() if seen < old and other not in self._ended]
+        return [0] if 0 in silent else silent  # without rank 0 nothing is heard of the others
+
+    def wait_for_all(self) -> None:
+        """Says that this rank has done its share; rank 0 returns when all have.
+
+        Raises:
+            LostRank: A rank died before it had.
+        """
+        try:
+            self._store.add(f"ended/{self.rank}", 1)
+        except RuntimeError as error:
+            raise LostRank.because(error) from error
+        while self.rank == 0 and len(self._ended) < self.world_size - 1:
+            if lost := self.lost():
+                raise LostRank(self._sentence(lost))
+            time.sleep(0.1)
+            self._look()
+
+    def _look(self) -> None:
+        for other, (count, _) in self._seen.items():
+            if (beats := self._store.add(f"beats/{other}", 0)) != count:
+                self._seen[other] = beats, time.monotonic()
+            if self._store.add(f"ended/{other}", 0):
+                self._ended.add(other)
+
+    def _beat(self) -> None:
+        while True:
+            try:
+                self._store.add(f"beats/{self.rank}", 1)
+                self._look()
+            except RuntimeError:  # rank 0, who keeps the store, has ended or cannot be reached
+                pass
+            time.sleep(BEAT_SECONDS)
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(BEAT_SECONDS)
+            if self.needed and (lost := self.lost()):
+                print(f"litspec: {self._sentence(lost)}", file=sys.stderr, flush=True)
+                os._exit(1)
+
+    def _sentence(self, lost: list[int]) -> str:
+        which = f"Rank {lost[0]}" if len(lost) == 1 else f"Ranks {', '.join(map(str, lost))}"
+        return f"{which} of {self.world_size} ended or stopped answering, so rank {self.rank} ends too."
