@@ -331,11 +331,12 @@ def gumbel_noise(seed: int, positions: torch.Tensor, ids: torch.Tensor) -> torch
         (R, K) float32; the same number for the same seed, position and id, wherever in a block it is asked for.
     """
     # The seed is scrambled before a position meets it: seeds 0 and 1 must not share their noise at neighbouring
-    # positions. Two keys of 32 bits each, since one would give two positions of long texts the same noise, shifted by a
-    # few ids.
+    # positions. Two keys a position, since of one key of 32 bits two positions of a long text would have the same noise,
+    # shifted by a few ids. The constants keep zeros apart, which the hash leaves zero.
     low, high = seed & _MASK, seed >> 32 & _MASK
-    key = _hash(positions ^ _hash(_hash(low) ^ high)).unsqueeze(1)
-    bits = _hash(_hash(ids ^ key) ^ _hash(key ^ low))
+    key = _hash(positions ^ _hash(_hash(low ^ 0x9E3779B9) ^ high)).unsqueeze(1)
+    other = _hash(_hash(key ^ 0x85EBCA6B) ^ low)
+    bits = _hash(_hash(ids ^ key) ^ other)
     # In (0, 1): a float32 near 1 is coarse, and log1p(-v) wants v below 1.
     v = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     return -torch.log(-torch.log1p(-v))
@@ -353,7 +354,7 @@ def make_sampler(
 
     Args:
         sampling: The settings; temperature 0 or top_p 0 is greedy with either sampler.
-        seed: Of this text.
+        seed: Of this text; any integer, its lowest 64 bits count.
         device: Where the logits are.
         banned: Ids of probability 0 ...
         banned_until: ... at positions before this one.
@@ -362,5 +363,6 @@ def make_sampler(
         return Greedy(sampling, banned, banned_until)
     if sampling.sampler == "coupled":
         return Coupled(sampling, banned, banned_until, seed)
-    generator = torch.Generator(device).manual_seed(seed & 0x7FFFFFFFFFFFFFFF)
+    # A CPU generator looks at 32 bits of its seed only.
+    generator = torch.Generator(device).manual_seed(seed & _MASK ^ _hash(seed >> 32 & _MASK))
     return Rejection(sampling, banned, banned_until, generator)
