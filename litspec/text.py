@@ -10,7 +10,8 @@ import codecs
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -66,6 +67,7 @@ class TextCodec:
             style, kind = type(self.prompt_style).__name__, type(prompt).__name__
             raise InputError(f"The prompt is a {kind}; the prompt style {style} takes a string.")
         try:
+            text.encode()  # the tokenizers take half of a surrogate pair for no string at all
             ids = self.tokenizer.encode(text)
         except UnicodeEncodeError as error:
             raise InputError("The prompt is not valid Unicode: it holds half of a surrogate pair.") from error
@@ -164,12 +166,13 @@ class Detokenizer:
 
     def __init__(self, vocabulary: _Vocabulary | Tokenizer, *, after: Sequence[int] | Tensor = ()) -> None:
         self._vocabulary = vocabulary if isinstance(vocabulary, _Vocabulary) else _Vocabulary(vocabulary)
-        self._after = _ids(after)
-        self._stream = self._vocabulary.stream(self._after)
-        self._tokens: list[int] = []
+        self._tokens = _ids(after)
+        self._begin = len(self._tokens)
+        self._stream = self._vocabulary.stream(self._tokens)
         self._pieces: list[str] = []
         self._chars = [0]  # [n]: characters released after n tokens
         self._settled = [0]  # [n]: the largest m <= n after which nothing was held back
+        self._covered = (0, 0)  # the last question to tokens_for, and its answer
         self.char_count = 0
 
     @property
@@ -188,7 +191,7 @@ class Detokenizer:
             self._tokens.append(token)
             self.char_count += len(piece)
             self._chars.append(self.char_count)
-            self._settled.append(len(self._tokens) if settled else self._settled[-1])
+            self._settled.append(len(self._settled) if settled else self._settled[-1])
         return self._release("".join(released))
 
     def flush(self) -> str:
@@ -209,18 +212,23 @@ class Detokenizer:
         Args:
             char_count: At most `self.char_count`.
         """
-        reached = bisect_left(self._chars, char_count)
+        if char_count != self._covered[0]:
+            self._covered = (char_count, self._shortest_for(char_count))
+        return self._covered[1]
+
+    def _shortest_for(self, char_count: int) -> int:
+        reached = min(bisect_left(self._chars, char_count), len(self._chars) - 1)
         # Where text was held back, a prefix may decode to more than had been released at that time.
         first = bisect_left(self._chars, self._chars[reached - 1]) if reached else 0
-        for n in range(first, min(reached, len(self._tokens))):
+        for n in range(first, reached):
             m = self._settled[n]
             if m == n:
                 continue
-            tail = self._stream.tail(self._after + self._tokens[:m], self._tokens[m:n])
+            tail = self._stream.tail(self._tokens, self._begin + m, self._begin + n)
             begin = self._chars[m]
             if begin + len(tail) >= char_count and self.text[begin:char_count] == tail[: char_count - begin]:
                 return n
-        return min(reached, len(self._tokens))
+        return reached
 
 
 class _Stream(Protocol):
@@ -230,49 +238,69 @@ class _Stream(Protocol):
 
     def flush(self) -> str: ...
 
-    def tail(self, before: list[int], tokens: list[int]) -> str:
-        """What `tokens` add to the text of the settled tokens `before`, with nothing held back."""
+    def tail(self, tokens: list[int], m: int, n: int) -> str:
+        """What `tokens[m:n]` add to the text of the settled `tokens[:m]`, with nothing held back."""
         ...
+
+
+class _Kind(Enum):
+    PLAIN = 0
+    DROPPED = 1  # left out before decoding: special tokens, ids that the tokenizer does not know
+    BYTE = 2  # decoded together with the bytes next to it
+    CONTROL = 3  # without text, but it ends a run of bytes; a second one in a row changes nothing
 
 
 class _Vocabulary:
     """What the tokens of one tokenizer add to a text, and which kind of stream can tell it token by token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._processor = tokenizer.processor
+        self._processor = processor = tokenizer.processor
+        self._kinds: dict[int, _Kind] = {}
         self._bytes: dict[int, bytes] = {}
-        if tokenizer.backend == "sentencepiece":
-            self._size = self._processor.get_piece_size()
-            self.stream: Callable[[list[int]], _Stream] = lambda after: _WindowStream(self, after)
-            self.decode = self._decode_pieces
-            self.is_dropped = lambda id_: not 0 <= id_ < self._size
-            self.is_byte = lambda id_: self._processor.is_byte(id_)
-            self.is_silent = lambda id_: self._processor.is_control(id_)
-            return
-        special = {token.content for token in self._processor.get_added_tokens_decoder().values() if token.special}
-        self.decode = self._processor.decode
-        self.is_dropped = lambda id_: (token := self._processor.id_to_token(id_)) is None or token in special
-        self.is_silent = lambda id_: False
-        decoders = _decoders(self._processor.decoder)
-        kinds = [decoder["type"] for decoder in decoders]
-        if kinds == ["ByteLevel"]:
-            self.stream = lambda after: _ByteStream(self)
-        else:
-            self.stream = lambda after: _WindowStream(self, after)
-        if not _is_local(decoders):
-            self.is_byte = lambda id_: True  # nothing is certain before the end
-        elif "ByteFallback" in kinds:
-            self.is_byte = lambda id_: _BYTE_TOKEN.fullmatch(self._processor.id_to_token(id_)) is not None
-        else:
-            self.is_byte = lambda id_: False
+        self._is_sentencepiece = tokenizer.backend == "sentencepiece"
+        self._special: set[str] = set()
+        self._is_local = self._has_byte_tokens = True
+        self._is_byte_level = False
+        if not self._is_sentencepiece:
+            self._special = {token.content for token in processor.get_added_tokens_decoder().values() if token.special}
+            steps = _decoders(processor.decoder)
+            kinds = [step["type"] for step in steps]
+            self._is_byte_level = [kind for kind in kinds if kind != "Fuse"] == ["ByteLevel"]
+            self._has_byte_tokens = "ByteFallback" in kinds
+            self._is_local = _is_local(steps)
 
-    def _decode_pieces(self, ids: list[int]) -> str:
-        return self._processor.decode([id_ for id_ in ids if not self.is_dropped(id_)])
+    def stream(self, after: list[int]) -> _Stream:
+        return _ByteStream(self) if self._is_byte_level else _WindowStream(self, after)
+
+    def decode(self, ids: list[int]) -> str:
+        if self._is_sentencepiece:  # it refuses ids that it does not know, the tokenizers library leaves them out
+            ids = [id_ for id_ in ids if self.kind(id_) is not _Kind.DROPPED]
+        return self._processor.decode(ids)
+
+    def kind(self, id_: int) -> _Kind:
+        if id_ not in self._kinds:
+            self._kinds[id_] = self._kind_of_piece(id_) if self._is_sentencepiece else self._kind_of_token(id_)
+        return self._kinds[id_]
+
+    def _kind_of_piece(self, id_: int) -> _Kind:
+        if not 0 <= id_ < self._processor.get_piece_size():
+            return _Kind.DROPPED
+        if self._processor.is_control(id_):
+            return _Kind.CONTROL
+        return _Kind.BYTE if self._processor.is_byte(id_) else _Kind.PLAIN
+
+    def _kind_of_token(self, id_: int) -> _Kind:
+        token = self._processor.id_to_token(id_)
+        if token is None or token in self._special:
+            return _Kind.DROPPED
+        if not self._is_local:
+            return _Kind.BYTE  # of one run from the first token to the last: nothing is certain before the end
+        return _Kind.BYTE if self._has_byte_tokens and _BYTE_TOKEN.fullmatch(token) else _Kind.PLAIN
 
     def bytes_of(self, id_: int) -> bytes:
         """The bytes of a token of a byte-level tokenizer."""
         if id_ not in self._bytes:
-            token = "" if self.is_dropped(id_) else self._processor.id_to_token(id_)
+            token = "" if self.kind(id_) is _Kind.DROPPED else self._processor.id_to_token(id_)
             known = all(char in _BYTE_OF for char in token)
             # An added token may be spelled in plain characters, which stand for themselves.
             self._bytes[id_] = bytes(_BYTE_OF[char] for char in token) if known else token.encode()
@@ -290,8 +318,10 @@ def _decoders(decoder: Any) -> list[dict[str, Any]]:
     """The steps of a decoder of the tokenizers library, in order."""
     if decoder is None:
         return []
-    state = json.loads(decoder.__getstate__())
-    return state["decoders"] if state["type"] == "Sequence" else [state]
+    steps = [json.loads(decoder.__getstate__())]
+    while any(step["type"] == "Sequence" for step in steps):
+        steps = [inner for step in steps for inner in step.get("decoders", [step])]
+    return steps
 
 
 def _is_local(decoders: list[dict[str, Any]]) -> bool:
@@ -300,7 +330,7 @@ def _is_local(decoders: list[dict[str, Any]]) -> bool:
     for decoder in decoders:
         kind = decoder["type"]
         fused = fused or kind == "Fuse"
-        if kind in ("ByteFallback", "Fuse", "Metaspace", "WordPiece", "BPEDecoder", "ByteLevel"):
+        if kind in ("ByteFallback", "Fuse", "Metaspace", "WordPiece", "BPEDecoder"):
             continue
         if kind == "Replace" and (not fused or len(decoder["pattern"].get("String", "--")) == 1):
             continue
@@ -324,8 +354,8 @@ class _ByteStream:
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
 
-    def tail(self, before: list[int], tokens: list[int]) -> str:
-        return b"".join(map(self._vocabulary.bytes_of, tokens)).decode(errors="replace")
+    def tail(self, tokens: list[int], m: int, n: int) -> str:
+        return b"".join(map(self._vocabulary.bytes_of, tokens[m:n])).decode(errors="replace")
 
 
 class _WindowStream:
@@ -333,47 +363,42 @@ class _WindowStream:
 
     def __init__(self, vocabulary: _Vocabulary, after: list[int]) -> None:
         self._vocabulary = vocabulary
-        self._context = self._shortest_context(after)
+        self._context = self._shortest_context(after, len(after))
         self._held: list[int] = []
 
     def push(self, token: int) -> tuple[str, bool]:
-        words = self._vocabulary
-        if words.is_dropped(token):
-            return "", not self._held
+        kind = self._vocabulary.kind(token)
         last = (self._held or self._context)[-1:]
-        if last and words.is_silent(token) and words.is_silent(last[0]):
-            return "", not self._held  # a second one in a row changes nothing
+        repeated = kind is _Kind.CONTROL and bool(last) and self._vocabulary.kind(last[0]) is _Kind.CONTROL
+        if kind is _Kind.DROPPED or repeated:
+            return "", not self._held
         self._held.append(token)
-        if words.is_byte(token):
+        if kind is _Kind.BYTE:
             return "", False
-        piece = self._text_of_held()
-        self._context = self._shortest_context(self._context + self._held)
-        self._held = []
-        return piece, True
+        return self.flush(), True
 
     def flush(self) -> str:
-        piece = self._text_of_held() if self._held else ""
-        self._context, self._held = self._shortest_context(self._context + self._held), []
+        tokens, settled = self._context + self._held, len(self._context)
+        piece = self._added_text(tokens[:settled], tokens[settled:])
+        self._context, self._held = self._shortest_context(tokens, len(tokens)), []
         return piece
 
-    def tail(self, before: list[int], tokens: list[int]) -> str:
-        context = self._shortest_context(before)
-        return self._vocabulary.decode(context + tokens)[len(self._vocabulary.decode(context)) :]
+    def tail(self, tokens: list[int], m: int, n: int) -> str:
+        return self._added_text(self._shortest_context(tokens, m), tokens[m:n])
 
-    def _text_of_held(self) -> str:
+    def _added_text(self, context: list[int], tokens: list[int]) -> str:
         decode = self._vocabulary.decode
-        return decode(self._context + self._held)[len(decode(self._context)) :]
+        return decode(context + tokens)[len(decode(context)) :] if tokens else ""
 
-    def _shortest_context(self, tokens: list[int]) -> list[int]:
-        """The shortest end of settled tokens that has text: behind it a decoder is past what it does to a beginning."""
-        words = self._vocabulary
-        tokens = [token for token in tokens if not words.is_dropped(token)]
+    def _shortest_context(self, tokens: list[int], end: int) -> list[int]:
+        """A short end of `tokens[:end]` that has text: behind it a decoder is past what it does to a beginning."""
+        kind = self._vocabulary.kind
         size = 1
-        while size < len(tokens):
-            start = len(tokens) - size
-            while start and words.is_byte(tokens[start]) and words.is_byte(tokens[start - 1]):
-                start -= 1  # a run of byte tokens is decoded as a whole
-            if words.decode(tokens[start:]):
-                return tokens[start:]
+        while True:
+            start = max(0, end - size)
+            while start and kind(tokens[start]) in (_Kind.BYTE, _Kind.DROPPED):
+                start -= 1  # a run of bytes is decoded as a whole
+            context = [token for token in tokens[start:end] if kind(token) is not _Kind.DROPPED]
+            if not start or self._vocabulary.decode(context):
+                return context
             size *= 2
-        return tokens

@@ -465,12 +465,12 @@ print(size, largest, max(seen) - before, anonymous_mb() - before)
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's account of memory")
 def test_weights_are_never_held_twice(tmp_path: Path) -> None:
-    config = tiny_config(n_layer=12, n_embd=768, n_head=12, n_query_groups=4, intermediate_size=2048, vocab_size=4000)
+    config = tiny_config(n_layer=16, n_embd=768, n_head=12, n_query_groups=4, intermediate_size=2048)
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in litgpt.model.GPT(config).state_dict().items()}
     weights = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
     folder = write_checkpoint(tmp_path / "tiny", config, weights=weights)
-    assert (folder / "lit_model.pth").stat().st_size > 150 * 2**20
+    assert (folder / "lit_model.pth").stat().st_size > 180 * 2**20
 
     def measured(dtype: str) -> list[float]:
         command = [sys.executable, "-c", _MEASURE, str(folder), dtype]

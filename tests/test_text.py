@@ -54,6 +54,12 @@ def _trained_byte_level() -> Tokenizer:
     return tokenizer
 
 
+def _byte_level_rewritten() -> Tokenizer:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("l", "ll")])
+    return tokenizer
+
+
 def _byte_fallback(decoder: Any) -> Tokenizer:
     words = ["▁", "▁▁", "▁the", "▁llama", "a", "s", "吃", "é", "\u0301", "'", "\ufffd", "<0x", "<0xZZ>", "."]
     tokenizer = Tokenizer(models.BPE({w: i for i, w in enumerate([*BYTES, *words])}, [], byte_fallback=True))
@@ -127,10 +133,10 @@ def _rewriting() -> Tokenizer:
 def _sentencepiece(**options: Any) -> sentencepiece.SentencePieceProcessor:
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS * 3),
+        sentence_iterator=iter(TEXTS[:3] * 3),
         model_writer=model,
         hard_vocab_limit=False,
-        character_coverage=0.8,
+        character_coverage=0.98,
         minloglevel=2,
         num_threads=1,
         **options,
@@ -141,6 +147,7 @@ def _sentencepiece(**options: Any) -> sentencepiece.SentencePieceProcessor:
 KINDS: dict[str, Callable[[], Any]] = {
     "byte-level BPE": _trained_byte_level,
     "byte-level BPE without merges": byte_level_tokenizer,
+    "byte-level BPE that is rewritten": _byte_level_rewritten,
     "byte fallback, leading space stripped": _llama,
     "byte fallback": _gemma,
     "metaspace always": functools.partial(_metaspace, "always"),
@@ -151,14 +158,14 @@ KINDS: dict[str, Callable[[], Any]] = {
     "no decoder": _no_decoder,
     "a rewriting decoder": _rewriting,
     "sentencepiece BPE": functools.partial(
-        _sentencepiece, model_type="bpe", vocab_size=420, byte_fallback=True, user_defined_symbols=["<tool>"]
+        _sentencepiece, model_type="bpe", vocab_size=340, byte_fallback=True, user_defined_symbols=["<tool>"]
     ),
     "sentencepiece BPE as Llama's": functools.partial(
-        _sentencepiece, model_type="bpe", vocab_size=420, byte_fallback=True, remove_extra_whitespaces=False
+        _sentencepiece, model_type="bpe", vocab_size=340, byte_fallback=True, remove_extra_whitespaces=False
     ),
-    "sentencepiece unigram": functools.partial(_sentencepiece, model_type="unigram", vocab_size=150),
+    "sentencepiece unigram": functools.partial(_sentencepiece, model_type="unigram", vocab_size=90),
     "sentencepiece without prefix": functools.partial(
-        _sentencepiece, model_type="bpe", vocab_size=420, byte_fallback=True, add_dummy_prefix=False
+        _sentencepiece, model_type="bpe", vocab_size=340, byte_fallback=True, add_dummy_prefix=False
     ),
 }
 
@@ -205,58 +212,37 @@ def pieces(detokenizer: Detokenizer, ids: Sequence[int], sizes: Sequence[int]) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_joined_pieces_are_the_text_of_all_tokens(kind: str) -> None:
+def test_joined_pieces_are_the_text_of_all_tokens_and_its_shortest_prefixes_are_found(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
 
-    @settings(max_examples=150, derandomize=True, deadline=None, database=None)
-    @given(id_lists(tokenizer), st.lists(st.integers(1, 5), min_size=1, max_size=3))
-    def check(ids: list[int], sizes: list[int]) -> None:
+    @settings(max_examples=80, derandomize=True, deadline=None, database=None)
+    @given(id_lists(tokenizer), st.lists(st.integers(1, 5), min_size=1, max_size=3), st.data())
+    def check(ids: list[int], sizes: list[int], data: st.DataObject) -> None:
         detokenizer = Detokenizer(tokenizer)
         got = pieces(detokenizer, ids, sizes)
-        assert "".join(got) == whole(tokenizer, ids)
-        assert detokenizer.text == "".join(got)
-        assert detokenizer.char_count == len(detokenizer.text)
+        text = whole(tokenizer, ids)
+        assert "".join(got) == detokenizer.text == text
+        assert detokenizer.char_count == len(text)
+
+        seen = data.draw(st.integers(0, len(ids)))
+        unfinished = Detokenizer(tokenizer)
+        assert text.startswith(unfinished.push(ids[:seen]))
+        texts = [whole(tokenizer, ids[:n]) for n in range(len(ids) + 1)]
+        for asked in (detokenizer, unfinished):
+            for count in range(asked.char_count + 1):
+                shortest = next(n for n, prefix in enumerate(texts) if prefix.startswith(text[:count]))
+                assert asked.tokens_for(count) == shortest
 
     check()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_has_been_released_is_never_taken_back(kind: str) -> None:
-    tokenizer = tokenizer_of(kind)
-
-    @settings(max_examples=60, derandomize=True, deadline=None, database=None)
-    @given(id_lists(tokenizer, 12), id_lists(tokenizer, 12))
-    def check(ids: list[int], more: list[int]) -> None:
-        detokenizer = Detokenizer(tokenizer)
-        assert whole(tokenizer, ids + more).startswith(detokenizer.push(ids))
-
-    check()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_tokens_for_is_the_shortest_prefix_whose_text_covers(kind: str) -> None:
-    tokenizer = tokenizer_of(kind)
-
-    @settings(max_examples=80, derandomize=True, deadline=None, database=None)
-    @given(id_lists(tokenizer, 14), st.booleans())
-    def check(ids: list[int], flushed: bool) -> None:
-        detokenizer = Detokenizer(tokenizer)
-        text = detokenizer.push(ids)
-        text += detokenizer.flush() if flushed else ""
-        for count in range(len(text) + 1):
-            n = next(n for n in range(len(ids) + 1) if whole(tokenizer, ids[:n]).startswith(text[:count]))
-            assert detokenizer.tokens_for(count) == n
-
-    check()
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if "rewrit" not in kind]
+)  # which change the text before as well
 def test_behind_other_tokens_the_text_is_what_they_leave_to_add(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
-    if kind == "a rewriting decoder":
-        pytest.skip("it rewrites the text before as well")
 
-    @settings(max_examples=80, derandomize=True, deadline=None, database=None)
+    @settings(max_examples=30, derandomize=True, deadline=None, database=None)
     @given(st.sampled_from(TEXTS), id_lists(tokenizer, 12))
     def check(prompt: str, ids: list[int]) -> None:
         before = tokenizer.processor.encode(prompt)
@@ -347,7 +333,7 @@ def test_the_work_per_token_does_not_grow_with_the_text(kind: str, stream: str) 
         detokenizer.tokens_for(detokenizer.char_count)
     detokenizer.flush()
     assert detokenizer.text == whole(tokenizer, ids)
-    assert work[0] <= 12 * len(ids)
+    assert work[0] <= 60 * len(ids)  # a run of byte tokens is looked at once for each of its tokens
 
 
 # --- encoding ---------------------------------------------------------------------------------------------------------
