@@ -11,8 +11,9 @@ from jsonargparse import ArgumentParser, set_config_read_mode, set_parsing_setti
 
 from litspec import __version__
 from litspec.commands.generate import generate
+from litspec.commands.verify import verify
 
-COMMANDS: dict[str, Callable[..., int]] = {"generate": generate}
+COMMANDS: dict[str, Callable[..., int]] = {"generate": generate, "verify": verify}
 
 
 class Parser(ArgumentParser):

@@ -12,7 +12,7 @@ from typing import Any, Literal, overload
 
 import torch
 
-from litspec.checkpoint import check_pair, open_checkpoint
+from litspec.checkpoint import PairReport, check_pair, open_checkpoint
 from litspec.decoding import Block, decode
 from litspec.demo import DEMO_DRAFT, DEMO_TARGET
 from litspec.drafters import Drafter, SpeculativeK, make_drafter, make_speculative_k
@@ -23,7 +23,7 @@ from litspec.rounds import Placed, Rounds, TargetSession
 from litspec.sampling import Sampler, Sampling, make_sampler
 from litspec.stopping import FirstOf, StopStrings, StopTokens
 from litspec.text import TextCodec
-from litspec.types import DrafterName, FinishReason, PlacementName, SamplerName
+from litspec.types import DrafterName, DraftPlacementName, FinishReason, PlacementName, Quantize, SamplerName
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,10 @@ class SpecLLM:
     """A target and who drafts for it, ready to generate. Made by `SpecLLM.load`.
 
     Attributes:
-        notes: What is worth knowing about the loaded pair, as sentences.
+        placed: The target on its devices.
+        codec: The target's tokenizer and prompt style.
         drafter: Who drafts; None for plain decoding.
-        verify_width: Rows the target verifies at once.
+        notes: What is worth knowing about the loaded pair, as sentences.
     """
 
     def __init__(
@@ -95,15 +96,15 @@ class SpecLLM:
         placed: Placed,
         codec: TextCodec,
         drafter: Drafter | None,
-        notes: Sequence[str] = (),
+        pair: PairReport | None = None,
         embedded: bool = False,
     ) -> None:
+        self.placed = placed
+        self.codec = codec
         self.drafter = drafter
-        self.notes = list(notes)
+        self.notes = list(pair.notes) if pair is not None else []
+        self._pair = pair
         self._embedded = embedded
-        self.verify_width = placed.verify_width
-        self._placed = placed
-        self._codec = codec
         self._idle: TargetSession | None = None  # the last text's session, kept for its memory and its prompt
         self._lock = threading.Lock()
 
@@ -121,6 +122,8 @@ class SpecLLM:
         precision: str | None = None,
         draft_precision: str | None = None,
         draft_device: str | None = None,
+        draft_placement: DraftPlacementName = "replicated",
+        quantize: Quantize | None = None,
         exit_layer: int | None = None,
         verify_width: int = 8,
     ) -> SpecLLM:
@@ -135,11 +138,14 @@ class SpecLLM:
             accelerator: As in Lightning Fabric, and so for `devices` and `num_nodes`.
             devices: How many devices.
             num_nodes: How many machines.
-            placement: "single", "tensor_parallel", "sequential" or "replicate"; "auto" is single where the pair fits one
-                device, else tensor_parallel.
+            placement: "single", "tensor_parallel", "sequential" or "replicate"; "auto" is single where the pair fits
+                one device, else tensor_parallel.
             precision: "bf16-true", "16-true" or "32-true"; None is bf16-true where the device has it, 32-true on a CPU.
             draft_precision: The draft model's, None for the same.
             draft_device: The draft model's device, None for the target's.
+            draft_placement: With "tensor_parallel", whether every rank holds the draft model whole ("replicated") or it
+                is cut like the target.
+            quantize: Quantize the target's linear layers with bitsandbytes, as in LitGPT.
             exit_layer: Layers that draft, for "early_exit".
             verify_width: Rows the target verifies at once, always, at least `speculative_k` + 1. The bits of the text
                 depend on it, so it is fixed when loading.
@@ -156,6 +162,8 @@ class SpecLLM:
             checkpoint_dir = DEMO_TARGET
             draft_dir = DEMO_DRAFT if drafter in ("auto", "draft_model") else None
         target = open_checkpoint(checkpoint_dir, role="checkpoint_dir")
+        if drafter not in ("auto", "draft_model"):
+            draft_dir = None  # not needed, so not read
         draft = open_checkpoint(draft_dir, role="draft_dir") if draft_dir is not None else None
         codec = TextCodec(target.dir, target.config)
         pair = check_pair(target, draft) if draft is not None else None
@@ -169,20 +177,32 @@ class SpecLLM:
             precision=precision,
             draft_precision=draft_precision,
             draft_device=draft_device,
+            draft_placement=draft_placement,
+            quantize=quantize,
             verify_width=verify_width,
         )
         chosen = make_drafter(drafter, placed, pair=pair, exit_layer=exit_layer)
-        return cls(placed, codec, chosen, pair.notes if pair is not None else (), embedded)
+        return cls(placed, codec, chosen, pair, embedded)
+
+    def with_drafter(self, drafter: DrafterName | Drafter, exit_layer: int | None = None) -> SpecLLM:
+        """The same target, loaded once, with another drafter; arguments as in `load`."""
+        chosen = make_drafter(drafter, self.placed, pair=self._pair, exit_layer=exit_layer)
+        return SpecLLM(self.placed, self.codec, chosen, self._pair, self._embedded)
+
+    @property
+    def verify_width(self) -> int:
+        """Rows the target verifies at once."""
+        return self.placed.verify_width
 
     def describe(self) -> str:
         """What is loaded, in a few lines for a terminal."""
-        config = self._placed.model.config
-        dtype = str(next(self._placed.model.parameters()).dtype).removeprefix("torch.")
-        lines = [f"Target {config.name!r}, {dtype} on {self._placed.device}, verifying {self.verify_width} rows at once."]
+        config = self.placed.model.config
+        dtype = str(next(self.placed.model.parameters()).dtype).removeprefix("torch.")
+        lines = [f"Target {config.name!r}, {dtype} on {self.placed.device}, verifying {self.verify_width} rows."]
         if self._embedded:
             lines.insert(0, "No --checkpoint_dir given: this is the embedded demonstration pair.")
         lines.append("No drafter: plain decoding." if self.drafter is None else f"Drafter: {self.drafter}.")
-        return "\n".join([*lines, *self.notes])
+        return "\n".join([*lines, *self.notes, *getattr(self.drafter, "notes", ())])
 
     @overload
     def generate(self, prompt: str, *, stream: Literal[False] = ..., **settings: Any) -> Completion: ...
@@ -219,10 +239,10 @@ class SpecLLM:
             top_k: Only the k most likely tokens; None for all.
             top_p: Only the most likely tokens that hold this probability together; 0 is greedy.
             seed: Of the text; the same seed gives the same text. None draws one from torch's global generator.
-            sampler: "rejection" accepts most and keeps the target's distribution; "coupled" makes a sampled text the same
-                for every drafter and every k, as a greedy text always is.
-            speculative_k: Proposals a round, 0 to `verify_width` - 1; "auto" chooses what pays. With the rejection sampler
-                a sampled text depends on k, so there "auto" looks at counts only, never at a clock.
+            sampler: "rejection" accepts most and keeps the target's distribution; "coupled" makes a sampled text the
+                same for every drafter and every k, as a greedy text always is.
+            speculative_k: Proposals a round, 0 to `verify_width` - 1; "auto" chooses what pays. With the rejection
+                sampler a sampled text depends on k, so there "auto" looks at counts only, never at a clock.
             stop: A string, or several, before the first of which the text ends.
             stream: Return an iterator of pieces of the text instead.
             index: Of this text among many: with the seed it makes the text's own random stream. The texts of a list are
@@ -234,7 +254,7 @@ class SpecLLM:
         if not isinstance(prompt, str) and stream:
             raise InputError("stream=True takes one prompt, not a list; stream them one after the other.")
         if seed is None:
-            seed = int(torch.randint(2**62, ()).item())
+            seed = self.placed.share_int(int(torch.randint(2**62, ())))
         settings = dict(
             sys_prompt=sys_prompt,
             max_new_tokens=max_new_tokens,
@@ -281,27 +301,25 @@ class SpecLLM:
                 f"speculative_k must be below verify_width, which is {self.verify_width}, got {speculative_k}; "
                 f"load with verify_width={speculative_k + 1}"
             )
-        ids = self._codec.encode(prompt, sys_prompt).tolist()
-        block_size = self._placed.model.config.block_size
+        ids = self.codec.encode(prompt, sys_prompt).tolist()
+        block_size = self.placed.model.config.block_size
         if len(ids) + max_new_tokens > block_size:
             raise InputError(
                 f"The prompt's {len(ids)} tokens and max_new_tokens = {max_new_tokens} make "
                 f"{len(ids) + max_new_tokens}, but the model's block_size is {block_size}; shorten one of them."
             )
-        stop_tokens = self._codec.stop_tokens
+        stop_tokens = self.codec.stop_tokens
         stop_ids = [sequence[0] for sequence in stop_tokens if len(sequence) == 1]
         tokens_stop = StopTokens(stop_tokens, ignore_first=min_new_tokens)
-        strings = StopStrings(stop, self._codec.detokenizer(), min_new_tokens) if stop else None
+        strings = StopStrings(stop, self.codec.detokenizer(), min_new_tokens) if stop else None
         sampler = make_sampler(
             sampling,
             seed=text_seed(seed, index),
-            device=self._placed.device,
+            device=self.placed.device,
             banned=stop_ids,
             banned_until=len(ids) + min_new_tokens if min_new_tokens else 0,
         )
-        choose_k = make_speculative_k(
-            0 if self.drafter is None else speculative_k, self._placed, self.drafter, sampling
-        )
+        choose_k = make_speculative_k(0 if self.drafter is None else speculative_k, self.placed, self.drafter, sampling)
         return self._run(
             prompt,
             ids,
@@ -330,7 +348,7 @@ class SpecLLM:
         drafter = self.drafter
         draft = drafter.begin(target, max_length, sampler) if drafter is not None else None
         rounds = Rounds(target, draft, sampler, choose_k, taps=drafter.taps if drafter is not None else ())
-        detokenizer = self._codec.detokenizer()
+        detokenizer = self.codec.detokenizer()
         token_ids: list[int] = []
         drafted: list[bool] = []
         blocks: list[Block] = []
@@ -383,4 +401,4 @@ class SpecLLM:
             session.stop_ids = tuple(stop_ids)
             return session
         del session
-        return TargetSession(self._placed, max_length, stop_ids)
+        return TargetSession(self.placed, max_length, stop_ids)

@@ -1,4 +1,5 @@
-"""The choices that settings offer, by name; in a module that imports nothing, so that the command can list them at once."""
+"""The choices that settings offer, by name; in a module that imports nothing, so that the command can list them at
+once."""
 
 from __future__ import annotations
 
@@ -8,4 +9,6 @@ SamplerName = Literal["rejection", "coupled"]
 DrafterName = Literal["auto", "draft_model", "prompt_lookup", "early_exit", "none"]
 PlacementName = Literal["auto", "single", "tensor_parallel", "sequential", "replicate"]
 Precision = Literal["bf16-true", "16-true", "32-true"]
+DraftPlacementName = Literal["replicated", "tensor_parallel"]
+Quantize = Literal["bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq", "bnb.int8"]
 FinishReason = Literal["stop", "length"]

@@ -6,7 +6,7 @@ import json
 import sys
 from typing import Any, Literal
 
-from litspec.types import DrafterName, PlacementName, Precision, SamplerName
+from litspec.types import DrafterName, DraftPlacementName, PlacementName, Precision, Quantize, SamplerName
 
 
 def generate(
@@ -14,6 +14,8 @@ def generate(
     draft_dir: str | None = None,
     prompt: str = "What food do llamas eat?",
     *,
+    prompts_file: str | None = None,
+    out_file: str | None = None,
     sys_prompt: str | None = None,
     num_samples: int = 1,
     max_new_tokens: int = 50,
@@ -35,6 +37,8 @@ def generate(
     precision: Precision | None = None,
     draft_precision: Precision | None = None,
     draft_device: str | None = None,
+    draft_placement: DraftPlacementName = "replicated",
+    quantize: Quantize | None = None,
     include_prompt: bool = False,
     output_format: Literal["text", "json"] = "text",
 ) -> int:
@@ -47,8 +51,14 @@ def generate(
             demonstration pair runs.
         draft_dir: Folder of the draft model, whose tokenizer must be the target's.
         prompt: What to continue or answer; the checkpoint's prompt style is applied to it.
+        prompts_file: Many prompts instead of one. A .txt file holds one a line; a .jsonl file holds an object a line with
+            "prompt", perhaps "id", and perhaps sys_prompt, max_new_tokens, min_new_tokens, temperature, top_k, top_p,
+            seed or stop for this prompt alone. Exits with 1 where a prompt got an error instead of a text, with 143
+            after SIGTERM.
+        out_file: Where the texts for prompts_file go, a JSON object a line in the order of the prompts; what they cost
+            goes to OUT_FILE.stats.jsonl. The same command resumes what was interrupted.
         sys_prompt: System prompt, for prompt styles that have one.
-        num_samples: How many texts to generate for the prompt.
+        num_samples: How many texts to generate for each prompt.
         max_new_tokens: Most tokens of each text.
         min_new_tokens: No text stops before it has this many tokens.
         speculative_k: Tokens that the drafter proposes a round, at most verify_width - 1; auto chooses what pays.
@@ -69,6 +79,9 @@ def generate(
         precision: Of the target's weights; by default bf16-true on a GPU that has it, 32-true on a CPU.
         draft_precision: Of the draft model's weights; by default the target's.
         draft_device: Device of the draft model, such as cuda:1; by default the target's.
+        draft_placement: With tensor_parallel, whether every device holds the draft model whole or it is cut like the
+            target.
+        quantize: Quantize the target's linear layers with bitsandbytes (CUDA only).
         include_prompt: Print the prompt before the text.
         output_format: text streams the text; json prints one object for each text.
     """
@@ -77,9 +90,9 @@ def generate(
 
     if num_samples < 1:
         raise InputError(f"num_samples must be at least 1, got {num_samples}")
-    llm = SpecLLM.load(
-        checkpoint_dir,
-        draft_dir,
+    load = dict(
+        checkpoint_dir=checkpoint_dir,
+        draft_dir=draft_dir,
         drafter=drafter,
         exit_layer=exit_layer,
         verify_width=verify_width,
@@ -90,8 +103,9 @@ def generate(
         precision=precision,
         draft_precision=draft_precision,
         draft_device=draft_device,
+        draft_placement=draft_placement,
+        quantize=quantize,
     )
-    log(llm.describe())
     settings = dict(
         sys_prompt=sys_prompt,
         max_new_tokens=max_new_tokens,
@@ -104,6 +118,15 @@ def generate(
         seed=seed,
         stop=stop,
     )
+    if prompts_file is not None or out_file is not None:
+        if prompts_file is None or out_file is None:
+            missing = "prompts_file" if prompts_file is None else "out_file"
+            raise InputError(f"prompts_file and out_file go together, but {missing} is not given.")
+        from litspec.jobs import run_job
+
+        return run_job(prompts_file, out_file, load=load, num_samples=num_samples, **settings)
+    llm = SpecLLM.load(**load)
+    log(llm.describe())
     for index in range(num_samples):
         _sample(llm, prompt, include_prompt, output_format, index=index, **settings)
     return 0

@@ -1,0 +1,274 @@
+"""`litspec verify`"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from litspec.types import PlacementName, Precision
+
+# Openings that any language model can go on from.
+PROMPTS = (
+    "It was a truth universally acknowledged, that",
+    "She had never been so happy in her life, and yet",
+    "The letter was short:",
+    "Mr. Elliot bowed, and",
+    "one two three one two three one two",
+    "Dear Anne, I hope that you are well. I hope that",
+)
+# Contexts at which the drafter's reported distribution is tested, and draws at each.
+CONTEXTS, DRAWS = 20, 4096
+
+
+@dataclass
+class Difference:
+    """Where a drafter's text leaves the target's.
+
+    Attributes:
+        prompt: Index of the prompt.
+        index: Index of the first token that differs.
+        alone: The target's token without a drafter, None past its end.
+        drafted: The token with one, None past its end.
+        margin: By how much the target's logits (with the sampler's noise) prefer the former.
+        verdict: "rounding tie" where the margin is below the precision's resolution, else "fault".
+    """
+
+    prompt: int
+    index: int
+    alone: int | None
+    drafted: int | None
+    margin: float
+    verdict: Literal["rounding tie", "fault"]
+
+
+@dataclass
+class Check:
+    """One line of the report."""
+
+    name: str
+    passed: bool
+    detail: str
+    differences: list[Difference]
+
+
+def verify(
+    checkpoint_dir: str | None = None,
+    draft_dir: str | None = None,
+    *,
+    prompts_file: str | None = None,
+    max_new_tokens: int = 128,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    top_p: float = 1.0,
+    seed: int = 1234,
+    exit_layer: int | None = None,
+    verify_width: int = 8,
+    accelerator: str = "auto",
+    devices: int | str = 1,
+    num_nodes: int = 1,
+    placement: PlacementName = "auto",
+    precision: Precision | None = None,
+    draft_precision: Precision | None = None,
+    draft_device: str | None = None,
+    output_format: Literal["text", "json"] = "text",
+) -> int:
+    """Prove on your own pair that speculation changes the speed, never the text.
+
+    Every prompt is decoded by the target alone and with every drafter at hand, greedy and with the coupled sampler; the
+    tokens must be equal. The rejection sampler keeps the target's distribution instead: its accept rule is tested on
+    table models, and the drafter's reported distribution against what it draws. Exits 0 where all is well, else 1.
+
+    Args:
+        checkpoint_dir: Folder of the target in LitGPT's format, or its name below checkpoints/. Without it the embedded
+            demonstration pair is verified.
+        draft_dir: Folder of the draft model; without it the other drafters are verified.
+        prompts_file: Text file with a prompt on each line; by default a few are built in.
+        max_new_tokens: Tokens of each text.
+        temperature: Of the sampled checks.
+        top_k: Of the sampled checks; null for all tokens.
+        top_p: Of the sampled checks, in [0, 1].
+        seed: Of the random numbers.
+        exit_layer: Layers that draft in early_exit; a quarter of them by default.
+        verify_width: Rows the target verifies at once.
+        accelerator: As in Lightning Fabric: auto, cpu, cuda, mps.
+        devices: How many devices, or auto for all.
+        num_nodes: How many machines.
+        placement: Where the weights live.
+        precision: Of the target's weights; by default bf16-true on a GPU that has it, 32-true on a CPU.
+        draft_precision: Of the draft model's weights; by default the target's.
+        draft_device: Device of the draft model; by default the target's.
+        output_format: text prints a table, json one object.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from litspec.errors import InputError
+    from litspec.llm import SpecLLM
+
+    if verify_width < 2:
+        raise InputError(f"verify_width must be at least 2, or there is nothing to verify, got {verify_width}")
+    llm = SpecLLM.load(
+        checkpoint_dir,
+        draft_dir,
+        verify_width=verify_width,
+        accelerator=accelerator,
+        devices=devices,
+        num_nodes=num_nodes,
+        placement=placement,
+        precision=precision,
+        draft_precision=draft_precision,
+        draft_device=draft_device,
+    )
+    prompts = _read_prompts(prompts_file)
+    drafters = ["prompt_lookup", "early_exit"]
+    if llm.placed.draft_model is not None:
+        drafters.insert(0, "draft_model")
+    sampled = dict(temperature=temperature, top_k=top_k, top_p=top_p)
+    modes = {"greedy": dict(temperature=0.0), "coupled": dict(sampler="coupled", **sampled)}
+
+    console = Console(stderr=True)
+    checks: list[Check] = []
+    steps = len(prompts) * len(modes) * (len(drafters) + 1) + CONTEXTS + 1
+    quiet = not llm.placed.is_rank_zero
+    with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
+        task = progress.add_task("verifying", total=steps)
+
+        def advance() -> None:
+            progress.advance(task)
+
+        for mode, settings in modes.items():
+            settings = dict(settings, max_new_tokens=max_new_tokens, seed=seed)
+            alone = _decode(llm.with_drafter("none"), prompts, settings, advance)
+            for drafter in drafters:
+                with_drafter = llm.with_drafter(drafter, exit_layer)
+                texts = _decode(with_drafter, prompts, settings | {"speculative_k": verify_width - 1}, advance)
+                checks.append(_compare(llm, f"{mode}, {drafter}", prompts, alone, texts, settings))
+        checks += _rejection_checks(llm, drafters[0], prompts, sampled, seed, advance)
+    if not quiet:
+        _print(checks, output_format)
+    return 0 if all(check.passed for check in checks) else 1
+
+
+def _read_prompts(prompts_file: str | None) -> list[str]:
+    from litspec.errors import InputError
+
+    if prompts_file is None:
+        return list(PROMPTS)
+    try:
+        lines = Path(prompts_file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"prompts_file {prompts_file!r} cannot be read: {error}") from error
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise InputError(f"prompts_file {prompts_file!r} holds no prompt; write one on each line.")
+    return prompts
+
+
+def _decode(llm: Any, prompts: list[str], settings: dict[str, Any], advance: Any) -> list[Any]:
+    completions = []
+    for i, prompt in enumerate(prompts):
+        completions.append(llm.generate(prompt, index=i, **settings))
+        advance()
+    return completions
+
+
+def _compare(
+    llm: Any, name: str, prompts: list[str], alone: list[Any], texts: list[Any], settings: dict[str, Any]
+) -> Check:
+    """Equal tokens pass; so does nothing else."""
+    differences = [
+        _difference(llm, i, prompt, a.token_ids, b.token_ids, settings)
+        for i, (prompt, a, b) in enumerate(zip(prompts, alone, texts))
+        if a.token_ids != b.token_ids
+    ]
+    proposed = sum(text.stats.proposed for text in texts)
+    accepted = sum(text.stats.accepted for text in texts)
+    detail = f"{len(prompts) - len(differences)}/{len(prompts)} texts equal, {accepted}/{proposed} proposals accepted"
+    return Check(name, not differences, detail, differences)
+
+
+def _difference(llm: Any, number: int, prompt: str, a: list[int], b: list[int], settings: dict[str, Any]) -> Difference:
+    """Finds the first token that differs and asks the target how sure it was there."""
+    import torch
+
+    from litspec.llm import text_seed
+    from litspec.rounds import TargetSession
+    from litspec.sampling import Sampling, gumbel_noise
+
+    at = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    x, y = (ids[at] if at < len(ids) else None for ids in (a, b))
+    if x is None or y is None:
+        # One text stopped where the other went on: the stop is not among the tokens, so there is no margin to name.
+        return Difference(number, at, x, y, float("nan"), "fault")
+    ids = llm.codec.encode(prompt).tolist() + a[:at]
+    target = TargetSession(llm.placed, len(ids) + 1)
+    with torch.inference_mode():
+        logits = target.prefill(ids)[0][0]
+    resolution = 4 * torch.finfo(logits.dtype).eps * float(logits.abs().max())
+    pair = torch.tensor([[x, y]], device=logits.device)
+    scores = logits.float()[pair[0]]
+    if settings.get("sampler") == "coupled":
+        temperature = Sampling(settings["temperature"]).temperature
+        noise = gumbel_noise(text_seed(settings["seed"], number), torch.tensor([len(ids)], device=pair.device), pair)[0]
+        scores = scores + temperature * noise
+    margin = float(scores[0] - scores[1])
+    return Difference(number, at, x, y, margin, "rounding tie" if abs(margin) < resolution else "fault")
+
+
+def _rejection_checks(
+    llm: Any, drafter: str, prompts: list[str], sampled: dict[str, Any], seed: int, advance: Any
+) -> list[Check]:
+    """The accept rule on table models; the drafter's honesty on the real pair."""
+    from litspec.sampling import Sampling
+    from litspec.testing import P_VALUE, accept_rule_test, honesty
+
+    rule = accept_rule_test(seed=seed)
+    advance()
+    detail = f"50,000 draws on table models, G-test p = {rule.p_value:.3g}"
+    checks = [Check("rejection, accept rule", rule.p_value >= P_VALUE, detail, [])]
+    if Sampling(**sampled).greedy:
+        return checks
+    # Contexts along texts that the target wrote, where drafting happens.
+    texts = [llm.generate(p, index=i, max_new_tokens=24, seed=seed, **sampled) for i, p in enumerate(prompts)]
+    ids = [llm.codec.encode(p).tolist() + text.token_ids for p, text in zip(prompts, texts)]
+    contexts = [ids[i % len(ids)][: max(2, len(ids[i % len(ids)]) - i)] for i in range(CONTEXTS)]
+    tests = honesty(
+        llm.with_drafter(drafter).drafter,
+        llm,
+        contexts,
+        sampling=Sampling(**sampled),
+        draws=DRAWS,
+        seed=seed,
+        progress=advance,
+    )
+    worst = min((test.p_value for test in tests), default=1.0)
+    detail = f"{len(tests)} contexts x {DRAWS} draws against the reported q, worst G-test p = {worst:.3g}"
+    if not tests:
+        detail = "it reports no distribution, so there is none to be false"
+    checks.append(Check(f"rejection, honesty of {drafter}", worst >= P_VALUE, detail, []))
+    return checks
+
+
+def _print(checks: list[Check], output_format: str) -> None:
+    if output_format == "json":
+        passed = all(check.passed for check in checks)
+        print(json.dumps({"passed": passed, "checks": [asdict(check) for check in checks]}))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    # Wide enough when it goes to a file, where rich would otherwise fold at 80 columns.
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120)
+    table = Table("check", "result", "seen")
+    for check in checks:
+        table.add_row(check.name, "[green]passed[/]" if check.passed else "[red]FAILED[/]", check.detail)
+    console.print(table)
+    for check in checks:
+        for d in check.differences:
+            console.print(
+                f"{check.name}: prompt {d.prompt}, token {d.index}: alone {d.alone}, with the drafter {d.drafted}; "
+                f"logit margin {d.margin:.3g}: {d.verdict}"
+            )

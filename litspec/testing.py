@@ -1,0 +1,281 @@
+"""Does a drafter keep its promises? For whoever writes one, and for `litspec verify`.
+
+A text does not show most faults of a drafter: verification hides them, they only cost speed. So these checks look at
+the proposals themselves.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from litspec.drafters.base import Drafter, DraftSession, Proposal
+from litspec.rounds import TargetSession
+from litspec.sampling import Distribution, Rejection, Sampler, Sampling, make_sampler
+
+if TYPE_CHECKING:
+    from litspec.llm import SpecLLM
+
+# A fair drafter fails a check at this level once in a million.
+P_VALUE = 1e-6
+# Distributions after the same tokens may differ by rounding, which narrow and wide blocks do in their own way.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+
+
+@dataclass(frozen=True)
+class GTest:
+    """Observed counts against reported probabilities: Woolf's G-test of goodness of fit.
+
+    Attributes:
+        statistic: 2 * sum of observed * log(observed / expected).
+        p_value: Probability of at least this statistic if the counts come from the probabilities.
+    """
+
+    statistic: float
+    p_value: float
+
+
+def g_test(counts: torch.Tensor, probs: torch.Tensor) -> GTest:
+    """Tests counts (K,) against probabilities (K,).
+
+    Cells that expect fewer than 5 are put together. A count where the probability is 0 is impossible: p-value 0.
+    """
+    counts, probs = counts.double(), probs.double()
+    if counts[probs <= 0].sum() > 0:
+        return GTest(float("inf"), 0.0)
+    expected = probs / probs.sum() * counts.sum()
+    large = expected >= 5
+    cells = [(counts[large], expected[large])]
+    if expected[~large].sum() > 0:
+        cells.append((counts[~large].sum().view(1), expected[~large].sum().view(1)))
+    observed, expected = (torch.cat(column) for column in zip(*cells))
+    statistic = 2 * torch.special.xlogy(observed, observed / expected).sum()
+    degrees = torch.tensor(max(len(observed) - 1, 1), dtype=torch.float64)
+    # The chi-square tail, by the incomplete gamma function.
+    p_value = torch.special.gammaincc(degrees / 2, statistic.clamp_min(0) / 2)
+    return GTest(float(statistic), float(p_value) if len(observed) > 1 else 1.0)
+
+
+class _Text:
+    """One text with its target and draft sessions, in which proposals are accepted by script."""
+
+    def __init__(
+        self, llm: SpecLLM, drafter: Drafter, tokens: Sequence[int], max_length: int, sampler: Sampler
+    ) -> None:
+        self._taps = tuple(drafter.taps)
+        self.target = TargetSession(llm.placed, max_length)
+        self.session: DraftSession = drafter.begin(self.target, max_length, sampler)
+        self.tokens = list(tokens)
+        # As in decoding, the last token is not in the target's cache yet.
+        _, hidden = self.target.prefill(self.tokens[:-1], self._taps)
+        if hidden is not None:
+            hidden = torch.cat((torch.zeros_like(hidden[:1]), hidden))
+        self.session.extend(self.tokens[:-1], 0, None if hidden is None else hidden[:-1])
+        self.session.extend(self.tokens[-1:], len(self.tokens) - 1, None if hidden is None else hidden[-1:])
+
+    def propose(self, k: int) -> Proposal:
+        return self.session.propose(self.tokens[-1], len(self.tokens) - 1, k)
+
+    def commit(self, proposal: Proposal, accepted: int, own: int) -> None:
+        """Lets the target take `accepted` tokens of a proposal and add one of its own."""
+        position = len(self.tokens) - 1
+        _, hidden = self.target.verify(self.tokens[-1], position, proposal.tokens.to(self.target.device), self._taps)
+        committed = [*proposal.tokens[:accepted].tolist(), own]
+        self.tokens += committed
+        self.session.extend(committed, position + 1, None if hidden is None else hidden[: len(committed)])
+
+
+@torch.inference_mode()
+def honesty(
+    drafter: Drafter,
+    llm: SpecLLM,
+    contexts: Sequence[Sequence[int]],
+    *,
+    sampling: Sampling | None = None,
+    draws: int = 4096,
+    seed: int = 0,
+    progress: Callable[[], None] = lambda: None,
+) -> list[GTest]:
+    """Draws one token many times at each context and tests the counts against the distribution reported.
+
+    A proposal without a distribution counts as certain, whatever it is, and the text is the target's own for every such
+    proposal; there is nothing to test.
+
+    Args:
+        drafter: Who is asked.
+        llm: The target.
+        contexts: Token ids of each, at least two.
+        sampling: Not greedy; None for temperature 1.
+        draws: Per context.
+        seed: Of the draws.
+        progress: Called after each context.
+    """
+    results = []
+    for i, context in enumerate(contexts):
+        sampler = make_sampler(sampling or Sampling(), seed=seed + i, device=llm.placed.device)
+        text = _Text(llm, drafter, context, len(context) + llm.verify_width, sampler)
+        vocabulary = llm.placed.model.config.padded_vocab_size
+        counts = torch.zeros(vocabulary, dtype=torch.int64)
+        reported: Distribution | None = None
+        drawn = []
+        for _ in range(draws):
+            proposal = text.propose(1)
+            if proposal.q is None or not len(proposal.tokens):
+                break
+            drawn.append(proposal.tokens)
+            reported = proposal.q
+        progress()
+        if reported is None:
+            continue
+        counts.scatter_add_(0, torch.cat(drawn).cpu(), torch.ones(len(drawn), dtype=torch.int64))
+        results.append(g_test(counts, _dense(reported, vocabulary)[0]))
+    return results
+
+
+def _dense(q: Distribution, vocabulary: int) -> torch.Tensor:
+    """(m, V) on the host."""
+    everything = Distribution(torch.zeros(q.probs.size(0), vocabulary, device=q.probs.device))
+    return q.at(everything).cpu()
+
+
+@torch.inference_mode()
+def check_drafter(
+    drafter: Drafter,
+    llm: SpecLLM,
+    *,
+    contexts: Sequence[Sequence[int]] | None = None,
+    rounds: int = 8,
+    draws: int = 4096,
+    seed: int = 0,
+) -> None:
+    """Checks that a drafter keeps the protocol's promises, and says which it broke.
+
+    - k is respected, and proposals are ids of the target with proper distributions.
+    - Rollback: after rounds in which the target took any part of a proposal, it drafts as a fresh session does that was
+      told the same text.
+    - `propose` may be repeated, and what was proposed leaves no trace.
+    - Two texts at once do not disturb each other.
+    - Honesty: tokens come from the distribution that is reported (`honesty`).
+
+    Args:
+        drafter: Who is checked.
+        llm: The target it drafts for, as `SpecLLM.load` gives it; its own drafter does not matter.
+        contexts: Token ids to begin texts with; None for random ones, some with repetitions.
+        rounds: Scripted rounds per text.
+        draws: Per context for the test of honesty; 0 leaves it out.
+        seed: Of everything random here.
+
+    Raises:
+        AssertionError: With a sentence for each broken promise.
+    """
+    rng = random.Random(seed)
+    ids = min(llm.placed.model.config.vocab_size, llm.placed.model.config.padded_vocab_size)
+    if contexts is None:
+        contexts = [[rng.randrange(ids) for _ in range(rng.randrange(2, 24))] for _ in range(3)]
+        contexts += [contexts[0] * 3, contexts[1] * 2 + contexts[2]]
+    problems: dict[str, None] = {}
+    for name, sampling in (("greedy", Sampling(temperature=0)), ("sampled", Sampling())):
+        texts = []
+        for i, context in enumerate(contexts):
+
+            def sampler(i: int = i, sampling: Sampling = sampling) -> Sampler:
+                return make_sampler(sampling, seed=seed + i, device=llm.placed.device)
+
+            room = len(context) + (rounds + 1) * llm.verify_width
+            texts.append((_Text(llm, drafter, context, room, sampler()), sampler, room))
+        # All texts take turns, so that each is open beside the others.
+        for _ in range(rounds):
+            for text, sampler, room in texts:
+                k = rng.randint(1, min(drafter.max_k, llm.verify_width - 1))
+                _check_round(drafter, llm, text, sampler, room, k, name, problems)
+                proposal = text.propose(k)
+                text.commit(proposal, rng.randint(0, len(proposal.tokens)), rng.randrange(ids))
+    if draws:
+        for i, test in enumerate(honesty(drafter, llm, contexts, draws=draws, seed=seed)):
+            if test.p_value < P_VALUE:
+                problems[
+                    f"Honesty: at context {i}, {draws} draws do not fit the reported distribution "
+                    f"(G = {test.statistic:.1f}, p = {test.p_value:.1e}); report q as it was when the token was drawn."
+                ] = None
+    if problems:
+        raise AssertionError("\n".join(problems))
+
+
+def _check_round(
+    drafter: Drafter,
+    llm: SpecLLM,
+    text: _Text,
+    sampler: Callable[[], Sampler],
+    room: int,
+    k: int,
+    name: str,
+    problems: dict[str, None],
+) -> None:
+    """One text before a scripted round: a proposal of its own, a repeated one, and one of a fresh session."""
+    vocabulary = llm.placed.model.config.padded_vocab_size
+    first, again = text.propose(k), text.propose(k)
+    fresh = _Text(llm, drafter, text.tokens, room, sampler()).propose(k)
+    for proposal in (first, again, fresh):
+        m = len(proposal.tokens)
+        if m > k:
+            problems[f"k: asked for at most k = {k} tokens, it proposed {m}."] = None
+            return
+        if proposal.tokens.dtype != torch.int64 or proposal.tokens.dim() != 1:
+            problems[
+                f"Tokens must be a tensor of shape (m,) and type int64, got {tuple(proposal.tokens.shape)} and "
+                f"{proposal.tokens.dtype}."
+            ] = None
+            return
+        if m and not 0 <= int(proposal.tokens.min()) <= int(proposal.tokens.max()) < vocabulary:
+            problems[f"Ids must be in [0, {vocabulary}), it proposed {proposal.tokens.tolist()}."] = None
+            return
+        if m and proposal.q is not None:
+            dense = _dense(proposal.q, vocabulary)
+            sums = dense.sum(1)
+            if dense.size(0) < m or (dense < 0).any() or ((sums - 1).abs() > 1e-3).any():
+                problems[
+                    f"q must hold {m} rows of probabilities that sum to 1; it has {dense.size(0)} rows with sums "
+                    f"{[round(float(s), 4) for s in sums]}."
+                ] = None
+                return
+    drawn = first.q is not None and len(first.tokens) > 0
+    for other, what in ((again, "Repeated"), (fresh, "Rollback")):
+        told = "asked twice" if other is again else "compared with a fresh session told the same text"
+        if drawn and other.q is not None and len(other.tokens):
+            dtype = next(llm.placed.model.parameters()).dtype
+            gap = float((_dense(first.q, vocabulary)[0] - _dense(other.q, vocabulary)[0]).abs().sum() / 2)
+            if gap > TOLERANCE.get(dtype, 0.1):
+                problems[f"{what}: {told}, its {name} proposals have distributions {gap:.3f} apart."] = None
+        elif not drawn and first.tokens.tolist() != other.tokens.tolist():
+            problems[
+                f"{what}: {told}, its {name} proposals differ: {first.tokens.tolist()} and {other.tokens.tolist()}."
+            ] = None
+
+
+@torch.inference_mode()
+def accept_rule_test(verify: Callable[..., object] | None = None, draws: int = 50_000, seed: int = 0) -> GTest:
+    """Tests the accept function itself: draws proposals from one table, verifies them against another.
+
+    The first token committed must have the target's distribution, whatever the draft's.
+
+    Args:
+        verify: A function like `Rejection.verify`, bound; None for the real one.
+        draws: Rounds played.
+        seed: Of tables and draws.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    sampler = Rejection(Sampling(), generator=generator)
+    verify = verify or sampler.verify
+    logits = 1.5 * torch.randn(3, 8, generator=generator)  # the target's rows behind each of two proposals
+    draft = 1.5 * torch.randn(2, 8, generator=generator)
+    counts = torch.zeros(8, dtype=torch.int64)
+    for _ in range(draws):
+        pairs = [sampler.draw(row.unsqueeze(0), 0) for row in draft]
+        tokens = torch.cat([token for token, _ in pairs])
+        q = Distribution(torch.cat([row.probs for _, row in pairs]))
+        counts[verify(logits, 0, tokens, q).tokens[0]] += 1
+    return g_test(counts, logits[0].softmax(0))

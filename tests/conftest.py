@@ -1,0 +1,17 @@
+"""Settings that all tests share."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from hypothesis import settings
+
+# The same examples on every run: a test that fails, fails again.
+settings.register_profile("litspec", derandomize=True, deadline=None, print_blob=False)
+settings.load_profile("litspec")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Workers share the cores; threads that wait for each other would only slow them all down.
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
