@@ -1,0 +1,123 @@
+"""What a person sees of a job, and how it is told to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from litspec.jobs.disk import log
+from litspec.jobs.files import Done
+
+REPORT_SECONDS = 10.0  # between two lines where there is no terminal
+
+
+class Meter:
+    """Progress on stderr: a bar in a terminal, else a line every few seconds.
+
+    Args:
+        done: Where the job stands.
+        total: Its texts.
+        shown: Whether there is anything to be seen.
+    """
+
+    def __init__(self, done: Done, total: int, *, shown: bool = True) -> None:
+        self._before, self._total, self._shown = done.lines, total, shown
+        self._made = self._tokens = self._proposed = self._accepted = 0
+        self._errors = done.errors
+        self._began = self._reported = time.monotonic()
+        self._bar: Any = None
+
+    def __enter__(self) -> Meter:
+        if self._shown and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=Console(stderr=True), refresh_per_second=4, transient=True)
+            self._task = self._bar.add_task(self._numbers(), total=self._total, completed=self._before)
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if self._shown:
+            log(self._line())
+
+    def add(self, stats: Mapping[str, Any]) -> None:
+        """Counts a text by its line in the stats file."""
+        self._made += 1
+        self._errors += "error" in stats
+        self._tokens += stats.get("new_tokens", 0)
+        self._proposed += stats.get("proposed", 0)
+        self._accepted += stats.get("accepted", 0)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._before + self._made, description=self._numbers())
+        elif self._shown and time.monotonic() - self._reported > REPORT_SECONDS:
+            self._reported = time.monotonic()
+            left = (self._reported - self._began) / self._made * (self._total - self._before - self._made)
+            log(f"{self._line()}, about {left:.0f} s left")
+
+    def _line(self) -> str:
+        return f"{self._before + self._made}/{self._total} texts, {self._numbers()}"
+
+    def _numbers(self) -> str:
+        numbers = [f"{self._tokens / max(time.monotonic() - self._began, 1e-9):.1f} tokens/s"]
+        if self._proposed:
+            numbers.append(f"acceptance rate {self._accepted / self._proposed:.2f}")
+        if self._errors:
+            numbers.append(f"{self._errors} errors" if self._errors > 1 else "1 error")
+        return ", ".join(numbers)
+
+
+class Interrupts:
+    """Signals while a job runs. SIGTERM asks it to end, a second one ends it; Ctrl-C does not tear a line.
+
+    Attributes:
+        stopping: Whether SIGTERM has come.
+    """
+
+    def __init__(self) -> None:
+        self.stopping = False
+        self._held = self._pending = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._terminate)
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored
+                self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _terminate(self, *_: Any) -> None:
+        self.stopping = True
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # Not print, in the middle of which this may have come.
+        os.write(2, b"litspec: SIGTERM: ending after the present text; a second one ends at once.\n")
+
+    def _interrupt(self, *_: Any) -> None:
+        if not self._held:
+            raise KeyboardInterrupt
+        self._pending = True
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within this Ctrl-C waits."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+        if self._pending:
+            self._pending = False
+            raise KeyboardInterrupt

@@ -1,0 +1,168 @@
+"""What a job is asked for: a file of prompts."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from litspec.errors import InputError
+from litspec.jobs.disk import digest, dump
+
+
+@dataclass(frozen=True)
+class Request:
+    """One text that is wanted.
+
+    Attributes:
+        index: The prompt's number, from 0.
+        sample: Which of the prompt's texts, from 0; None where there is one each.
+        id: As given in the file, else `index`.
+        prompt: The prompt.
+        settings: What the line says about its own text, by the names of `SpecLLM.generate`.
+        error: Why there can be no text, as a sentence; None where there is nothing against it.
+    """
+
+    index: int
+    sample: int | None
+    id: str | int
+    prompt: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """How the lines about this text begin."""
+        return {"id": self.id} if self.sample is None else {"id": self.id, "sample": self.sample}
+
+
+def _is_text(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    # An integer may be too large for the float that is computed with.
+    return (_is_int(value) and abs(value) < 2**53) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _is_stop(value: Any) -> bool:
+    return _is_text(value) or (isinstance(value, list) and all(isinstance(v, str) for v in value))
+
+
+# What a line may hold beside id and prompt: the test of a value, and what it must be.
+OVERRIDES = {
+    "sys_prompt": (_is_text, "a string or null"),
+    "max_new_tokens": (_is_int, "a whole number"),
+    "min_new_tokens": (_is_int, "a whole number"),
+    "temperature": (_is_number, "a number"),
+    "top_k": (lambda value: value is None or _is_int(value), "a whole number or null"),
+    "top_p": (_is_number, "a number"),
+    "seed": (_is_int, "a whole number"),
+    "stop": (_is_stop, "a string, a list of strings, or null"),
+}
+
+
+class Prompts(Sequence[Request]):
+    """The texts that a file of prompts asks for.
+
+    A file whose name ends in .jsonl or .ndjson holds a JSON object a line: "prompt", and as one likes "id" (a string or
+    a whole number) and any of `OVERRIDES`. One that ends in .txt holds a prompt a line, taken as it is. Empty lines are
+    left out and not counted. What is wrong with a line is told by its request.
+
+    The file is read once and held, so that what is written into it later changes nothing.
+
+    Attributes:
+        digest: A hash of the content.
+        num_samples: How many texts each prompt gets; they stand one after the other.
+
+    Raises:
+        InputError: When the file cannot be read or holds no prompt.
+    """
+
+    def __init__(self, path: str | Path, num_samples: int = 1) -> None:
+        if num_samples < 1:
+            raise InputError(f"num_samples must be at least 1, got {num_samples}")
+        kind = Path(path).suffix.lower()
+        if kind not in (".jsonl", ".ndjson", ".txt"):
+            raise InputError(
+                "The name of prompts_file must end in .jsonl (a JSON object a line) or .txt (a prompt a line), got "
+                f"{str(path)!r}"
+            )
+        try:
+            content = Path(path).read_bytes()
+        except OSError as error:
+            raise InputError(f"prompts_file {str(path)!r} cannot be read: {error.strerror or error}.") from error
+        self.num_samples = num_samples
+        self._plain = kind == ".txt"
+        self.digest = digest("plain" if self._plain else "json", content)
+        lines = content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+        self._lines = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        if not self._lines:
+            raise InputError(f"prompts_file {str(path)!r} holds no prompt; write one a line.")
+
+    @property
+    def count(self) -> int:
+        """How many prompts there are."""
+        return len(self._lines)
+
+    def __len__(self) -> int:
+        return self.count * self.num_samples
+
+    def __getitem__(self, number: int) -> Request:
+        index, sample = divmod(number, self.num_samples)
+        line_number, line = self._lines[index]
+        given: dict[str, Any] = {"id": index}
+        try:
+            found = self._parse(line, f"Line {line_number} of prompts_file", given)
+            given |= {"prompt": found.pop("prompt"), "settings": found}
+        except InputError as error:
+            given["error"] = str(error)
+        return Request(index, sample if self.num_samples > 1 else None, **given)
+
+    def _parse(self, line: bytes, where: str, given: dict[str, Any]) -> dict[str, Any]:
+        """The content of a line, of which the id goes to `given`, also where the rest is of no use."""
+        try:
+            text = line.decode()
+        except UnicodeDecodeError as error:
+            raise InputError(f"{where} is not valid UTF-8 (byte {error.start + 1}).") from error
+        if self._plain:
+            return {"prompt": text.removesuffix("\r")}
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{where} is not JSON: {error}.") from error
+        if not isinstance(found, dict):
+            raise InputError(f'{where} must be an object such as {{"prompt": "..."}}, got {_shown(found)}')
+        try:
+            dump(found).encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"{where} is not valid Unicode: it holds half of a surrogate pair.") from error
+        id_ = found.pop("id", None)
+        if id_ is not None:
+            if not (isinstance(id_, str) or _is_int(id_)):
+                raise InputError(f"{where}: id must be a string or a whole number, got {_shown(id_)}")
+            given["id"] = id_
+        if not isinstance(found.get("prompt"), str):
+            what = f"got {_shown(found['prompt'])}" if "prompt" in found else "but the line has none"
+            raise InputError(f"{where}: prompt must be a string, {what}")
+        for name, value in found.items():
+            if name == "prompt":
+                continue
+            if name not in OVERRIDES:
+                raise InputError(f"{where}: unknown key {name!r}; known are id, prompt, {', '.join(OVERRIDES)}")
+            fits, what = OVERRIDES[name]
+            if not fits(value):
+                raise InputError(f"{where}: {name} must be {what}, got {_shown(value)}")
+        return found
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
