@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -18,17 +18,20 @@ from litspec.demo import DEMO_DRAFT, DEMO_TARGET
 from litspec.drafters import Drafter, SpeculativeK, make_drafter, make_speculative_k
 from litspec.errors import InputError
 from litspec.placement import place
-from litspec.report import Stats, make_stats
+from litspec.report import Piece, Pieces, Stats, make_stats, plot_acceptance, to_html
 from litspec.rounds import Placed, Rounds, TargetSession
 from litspec.sampling import Sampler, Sampling, make_sampler
 from litspec.stopping import FirstOf, StopStrings, StopTokens
 from litspec.text import TextCodec
 from litspec.types import DrafterName, DraftPlacementName, FinishReason, PlacementName, Quantize, SamplerName
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished text.
+    """A finished text. In a notebook it shows itself, each token tinted by where it came from.
 
     Attributes:
         prompt: As it was given, before the prompt style.
@@ -38,6 +41,7 @@ class Completion:
         stats: Counts and times.
         drafted: For each token, whether a drafter proposed it (else it is the target's own).
         blocks: What each round committed, the prefill first.
+        pieces: The text, cut where its origin may change; joined they are the text.
     """
 
     prompt: str
@@ -47,9 +51,21 @@ class Completion:
     stats: Stats
     drafted: list[bool] = field(repr=False)
     blocks: list[Block] = field(repr=False)
+    pieces: list[Piece] = field(default_factory=list, repr=False)
 
     def __str__(self) -> str:
         return self.text
+
+    def _repr_html_(self) -> str:
+        return to_html(self.pieces, self.drafted, self.stats, self.finish_reason)
+
+    def plot(self) -> Figure:
+        """Acceptance by position in the block and tokens per round along the text, with matplotlib.
+
+        Raises:
+            InputError: Without matplotlib.
+        """
+        return plot_acceptance(self.blocks, self.stats)
 
 
 def text_seed(seed: int, index: int) -> int:
@@ -63,22 +79,26 @@ class TextStream(Iterator[str]):
 
     Attributes:
         completion: The finished text; None until the stream has ended.
+        latest: What the stream gave last, cut by where it came from.
     """
 
-    def __init__(self, pieces: Iterator[str | Completion]) -> None:
-        self._pieces = pieces
+    def __init__(self, parts: Iterator[list[Piece] | Completion]) -> None:
+        self._parts = parts
         self.completion: Completion | None = None
+        self.latest: list[Piece] = []
 
     def __next__(self) -> str:
-        for piece in self._pieces:
-            if isinstance(piece, str):
-                return piece
-            self.completion = piece
+        for part in self._parts:
+            if isinstance(part, Completion):
+                self.completion = part
+            else:
+                self.latest = part
+                return "".join(piece.text for piece in part)
         raise StopIteration
 
     def close(self) -> None:
         """Ends the stream early."""
-        self._pieces.close()
+        self._parts.close()
 
 
 class SpecLLM:
@@ -288,7 +308,7 @@ class SpecLLM:
         index: int,
         speculative_k: int | Literal["auto"],
         stop: list[str],
-    ) -> Iterator[str | Completion]:
+    ) -> Iterator[list[Piece] | Completion]:
         """Checks a request; the pieces of its text, then its `Completion`, come as they are asked for."""
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
@@ -342,17 +362,17 @@ class SpecLLM:
         strings: StopStrings | None,
         sampler: Sampler,
         choose_k: SpeculativeK,
-    ) -> Iterator[str | Completion]:
+    ) -> Iterator[list[Piece] | Completion]:
         began = time.perf_counter()
         target = self._take_session(max_length, stop_ids)
         drafter = self.drafter
         draft = drafter.begin(target, max_length, sampler) if drafter is not None else None
         rounds = Rounds(target, draft, sampler, choose_k, taps=drafter.taps if drafter is not None else ())
-        detokenizer = self.codec.detokenizer()
+        text = Pieces(self.codec.detokenizer())
         token_ids: list[int] = []
         drafted: list[bool] = []
         blocks: list[Block] = []
-        shown = 0
+        pieces: list[Piece] = []
         first = began
         for block in decode(
             lambda: rounds.prefill(ids),
@@ -367,23 +387,21 @@ class SpecLLM:
             blocks.append(block)
             token_ids += block.tokens
             drafted += block.drafted
-            detokenizer.push(block.tokens)
+            text.push(block.tokens, block.drafted)
             if block.finish_reason is not None:
                 break
             # A released token may end in characters that are still held for a stop string.
-            sure = len(detokenizer.text) if strings is None else min(len(detokenizer.text), strings.safe_chars)
-            if sure > shown:
-                yield detokenizer.text[shown:sure]
-                shown = sure
+            sure = text.char_count if strings is None else min(text.char_count, strings.safe_chars)
+            if released := text.release(sure):
+                pieces += released
+                yield released
         ended = time.perf_counter()
         # Reached only by a text that ended: an abandoned stream keeps its session to itself until it is collected.
         self._idle = target
-        detokenizer.flush()
-        text = detokenizer.text
-        if strings is not None and strings.found:
-            text = text[: strings.safe_chars]
-        if len(text) > shown:
-            yield text[shown:]
+        text.flush()
+        if released := text.release(strings.safe_chars if strings is not None and strings.found else text.char_count):
+            pieces += released
+            yield released
         stats = make_stats(
             blocks,
             prefill_seconds=first - began,
@@ -391,7 +409,8 @@ class SpecLLM:
             draft_seconds=rounds.draft_seconds,
             verify_seconds=rounds.verify_seconds,
         )
-        yield Completion(prompt, text, token_ids, blocks[-1].finish_reason, stats, drafted, blocks)
+        whole = "".join(piece.text for piece in pieces)
+        yield Completion(prompt, whole, token_ids, blocks[-1].finish_reason, stats, drafted, blocks, pieces)
 
     def _take_session(self, max_length: int, stop_ids: list[int]) -> TargetSession:
         """The idle session where its cache is large enough, else a new one."""

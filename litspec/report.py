@@ -1,11 +1,20 @@
-"""What a text cost and where its tokens came from: statistics."""
+"""What a text cost and where its tokens came from: statistics, tinted text, plots."""
 
 from __future__ import annotations
 
+import html
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO
 
 from litspec.decoding import Block
+from litspec.errors import InputError
+from litspec.types import FinishReason
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass
@@ -86,3 +95,219 @@ def make_stats(blocks: list[Block], *, prefill_seconds: float, decode_seconds: f
     if decode_seconds > 0:
         stats.tokens_per_second = max(stats.new_tokens - 1, 0) / decode_seconds
     return stats
+
+
+class Piece(NamedTuple):
+    """A part of a text that has one origin.
+
+    Attributes:
+        text: Whole characters: of one token, or of several where one alone is only part of a character.
+        drafted: Whether all of its tokens were drafted and accepted; else the target's own had a part in it.
+    """
+
+    text: str
+    drafted: bool
+
+
+class _Detokenizer(Protocol):
+    def push(self, tokens: Sequence[int]) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class Pieces:
+    """Cuts a text into pieces while its tokens come.
+
+    Attributes:
+        char_count: Characters that are certain.
+
+    Args:
+        detokenizer: A fresh one, of its own.
+    """
+
+    def __init__(self, detokenizer: _Detokenizer) -> None:
+        self._detokenizer = detokenizer
+        self._waiting: deque[Piece] = deque()  # certain, but not released
+        self._drafted = True  # the tokens since the last character
+        self._released = 0
+        self.char_count = 0
+
+    def push(self, tokens: Sequence[int], drafted: Sequence[bool]) -> None:
+        """Takes the next tokens, and for each whether it was drafted and accepted."""
+        for token, by_drafter in zip(tokens, drafted):
+            self._drafted = self._drafted and by_drafter
+            self._append(self._detokenizer.push([token]))
+
+    def flush(self) -> None:
+        """Ends the text: what was held back becomes certain."""
+        self._append(self._detokenizer.flush())
+
+    def release(self, char_count: int) -> list[Piece]:
+        """The pieces from where the last call ended to `char_count` characters of the text, at most `self.char_count`.
+
+        A piece that is not needed whole is cut; its rest comes with the next call.
+        """
+        released = []
+        while self._released < char_count:
+            piece = self._waiting.popleft()
+            room = char_count - self._released
+            if len(piece.text) > room:
+                self._waiting.appendleft(Piece(piece.text[room:], piece.drafted))
+                piece = Piece(piece.text[:room], piece.drafted)
+            self._released += len(piece.text)
+            released.append(piece)
+        return released
+
+    def _append(self, text: str) -> None:
+        if text:
+            self._waiting.append(Piece(text, self._drafted))
+            self._drafted = True
+            self.char_count += len(text)
+
+
+# Green and magenta: every kind of colour vision tells them apart, and both are legible on light and on dark.
+DRAFTED, OWN = "drafted and accepted", "the target's own"
+_TERMINAL = {True: "green", False: "magenta"}
+_RGB = {True: "#2ea043", False: "#d0409e"}
+_GREY = "#808080"
+
+
+class TerminalTint:
+    """Writes a text to a terminal, each piece in the colour of its origin, and never changes a character of it.
+
+    Attributes:
+        enabled: False where the file is no terminal, or one that has or wants no colours (`TERM`, `NO_COLOR`): then the
+            text is written as it is.
+
+    Args:
+        file: Usually `sys.stdout`.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        from rich.console import Console
+
+        self._file = file
+        self._console = Console(file=file)
+        self.enabled = file.isatty() and self._console.color_system is not None and not self._console.no_color
+
+    def write(self, pieces: Sequence[Piece]) -> None:
+        """Writes and flushes."""
+        if not self.enabled:
+            self._file.write("".join(piece.text for piece in pieces))
+            self._file.flush()
+            return
+        from rich.segment import Segment, Segments
+        from rich.style import Style
+
+        # Segments are written as they are. Anything else rich would wrap, highlight, or read as markup.
+        segments = [Segment(piece.text, Style(color=_TERMINAL[piece.drafted])) for piece in pieces]
+        self._console.print(Segments(segments), end="", crop=False)
+
+    @staticmethod
+    def write_legend(file: TextIO) -> None:
+        """Writes a line that explains the colours, in words too, as the file may be no terminal."""
+        from rich.console import Console
+        from rich.text import Text
+
+        green, magenta = _TERMINAL[True], _TERMINAL[False]
+        legend = Text.assemble((f"{green}: {DRAFTED}", green), ", ", (f"{magenta}: {OWN}", magenta))
+        Console(file=file).print(legend, soft_wrap=True)
+
+
+def to_html(pieces: Sequence[Piece], drafted: Sequence[bool], stats: Stats, finish_reason: FinishReason) -> str:
+    """The text with its pieces tinted by origin, and the numbers under it, for a notebook.
+
+    Args: as the fields of `llm.Completion`.
+
+    Tints are translucent and text keeps the notebook's colour, so that it is legible in light and dark themes. Styles
+    are inline, because notebooks drop style sheets from outputs that they do not trust.
+    """
+
+    def tinted(text: str, by_drafter: bool, more: str = "") -> str:
+        # A bare carriage return would be read as a line feed.
+        text = html.escape(text).replace("\r", "&#13;")
+        return f'<span style="background-color:{_RGB[by_drafter]}47;border-radius:3px{more}">{text}</span>'
+
+    text = "".join(tinted(*piece) for piece in pieces) or '<span style="opacity:.6">(no text)</span>'
+    legend = "".join(
+        tinted(f"{count} {label}", by_drafter, ";padding:1px 6px;white-space:nowrap")
+        for label, count, by_drafter in (
+            (DRAFTED, sum(drafted), True),
+            (OWN, len(drafted) - sum(drafted), False),
+        )
+    )
+    ending = {"stop": "ended at a stop", "length": "ended at the length limit"}[finish_reason]
+    rate = f"acceptance rate {stats.acceptance_rate:.0%} ({stats.accepted} of {stats.proposed})"
+    numbers = [
+        f"{stats.new_tokens} tokens, {ending}",
+        rate if stats.proposed else "nothing was proposed",
+        f"{stats.tokens_per_round:.2f} tokens per round",
+        f"{stats.tokens_per_second:.1f} tokens/s",
+    ]
+    items = "".join(f'<span style="white-space:nowrap">{number}</span>' for number in numbers)
+    # In a <pre> white-space stays and no notebook looks for formulas between dollar signs.
+    return (
+        '<div class="litspec-completion" style="max-width:60em;padding:4px 0">'
+        '<pre class="litspec-text" dir="auto" style="white-space:pre-wrap;overflow-wrap:anywhere;margin:0;padding:0;'
+        'border:0;background:none;color:inherit;font-family:inherit;font-size:inherit;line-height:1.6">'
+        f"{text}</pre>"
+        '<div class="litspec-numbers" style="display:flex;flex-wrap:wrap;align-items:baseline;gap:4px 14px;margin-top:8px;font-size:85%;'
+        f'line-height:1.5;font-variant-numeric:tabular-nums">{legend}{items}</div></div>'
+    )
+
+
+def plot_acceptance(blocks: Sequence[Block], stats: Stats) -> Figure:
+    """Acceptance by position in the block, and tokens per round along the text.
+
+    The ground is transparent and the letters are grey, so that the figure is legible in light and dark themes.
+
+    Raises:
+        InputError: Without matplotlib.
+    """
+    try:
+        import matplotlib
+        from matplotlib import pyplot
+        from matplotlib.ticker import MaxNLocator, PercentFormatter
+    except ModuleNotFoundError as error:
+        raise InputError('plot() needs matplotlib; install it with: pip install "litspec[notebook]"') from error
+    style = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _GREY)
+    style |= {"axes.spines.top": False, "axes.spines.right": False, "figure.facecolor": "none"}
+    style |= {"axes.facecolor": "none", "savefig.facecolor": "auto", "axes.titlesize": "medium"}
+    with matplotlib.rc_context(style):
+        figure = pyplot.figure(figsize=(10, 3.2), layout="constrained")
+        by_position, along = figure.subplots(1, 2, width_ratios=(2, 3))
+
+        positions = range(1, len(stats.proposed_by_position) + 1)
+        rates = [a / p for a, p in zip(stats.accepted_by_position, stats.proposed_by_position)]
+        bars = by_position.bar(positions, rates, color=_RGB[True], alpha=0.5, width=0.7)
+        counts = [f"{a}/{p}" for a, p in zip(stats.accepted_by_position, stats.proposed_by_position)]
+        by_position.bar_label(bars, counts, padding=2, fontsize="small")
+        by_position.set(
+            title="Acceptance by position in the block" if rates else "Nothing was proposed",
+            xlabel="Position in the block (proposals)",
+            ylabel="Accepted (% of proposed)",
+            xticks=positions,
+            ylim=(0, 1.08),
+        )
+        by_position.yaxis.set_major_formatter(PercentFormatter(1, symbol=""))
+
+        brought = [block.accepted + 1 for block in blocks[1:]]
+        edges = list(accumulate(brought, initial=1))  # the prefill brought the first token
+        if brought:
+            along.stairs([1] * len(brought), edges, fill=True, color=_RGB[False], alpha=0.5, label=OWN)
+            along.stairs(brought, edges, baseline=1, fill=True, color=_RGB[True], alpha=0.5, label=DRAFTED)
+            mean = stats.tokens_per_round
+            along.axhline(mean, color=_GREY, linestyle="--", linewidth=1.5, label=f"mean {mean:.2f}")
+            figure.legend(*along.get_legend_handles_labels(), loc="outside lower right", ncols=3, frameon=False)
+        along.set(
+            title="Tokens per round along the text",
+            xlabel="Position in the text (tokens)",
+            ylabel="Tokens per round",
+            xlim=(0, edges[-1]),
+            ylim=(0, max(brought, default=1) + 0.5),
+        )
+        for axis in (along.xaxis, along.yaxis):
+            axis.set_major_locator(MaxNLocator(integer=True))
+    if "inline" in matplotlib.get_backend():
+        pyplot.close(figure)  # a notebook shows what a cell returns, and once is enough
+    return figure

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from litspec.types import DrafterName, DraftPlacementName, PlacementName, Precision, Quantize, SamplerName
+
+if TYPE_CHECKING:
+    from litspec.llm import SpecLLM
+    from litspec.report import TerminalTint
 
 
 def generate(
@@ -41,6 +45,7 @@ def generate(
     quantize: Quantize | None = None,
     include_prompt: bool = False,
     output_format: Literal["text", "json"] = "text",
+    show_acceptance: bool = False,
 ) -> int:
     """Generate text with speculative decoding; it is the text of the target alone, sooner.
 
@@ -51,7 +56,7 @@ def generate(
             demonstration pair runs.
         draft_dir: Folder of the draft model, whose tokenizer must be the target's.
         prompt: What to continue or answer; the checkpoint's prompt style is applied to it.
-        prompts_file: Many prompts instead of one. A .txt file holds one a line; a .jsonl file holds an object a line with
+        prompts_file: Many prompts. A .txt file holds one a line; a .jsonl file holds an object a line with
             "prompt", perhaps "id", and perhaps sys_prompt, max_new_tokens, min_new_tokens, temperature, top_k, top_p,
             seed or stop for this prompt alone. Exits with 1 where a prompt got an error instead of a text, with 143
             after SIGTERM.
@@ -84,9 +89,12 @@ def generate(
         quantize: Quantize the target's linear layers with bitsandbytes (CUDA only).
         include_prompt: Print the prompt before the text.
         output_format: text streams the text; json prints one object for each text.
+        show_acceptance: Colour the text by where each token came from: drafted and accepted, or the target's own. Only
+            in a terminal, and not where NO_COLOR is set.
     """
     from litspec.errors import InputError
     from litspec.llm import SpecLLM
+    from litspec.report import TerminalTint
 
     if num_samples < 1:
         raise InputError(f"num_samples must be at least 1, got {num_samples}")
@@ -127,8 +135,11 @@ def generate(
         return run_job(prompts_file, out_file, load=load, num_samples=num_samples, **settings)
     llm = SpecLLM.load(**load)
     log(llm.describe())
+    tint = TerminalTint(sys.stdout) if show_acceptance and output_format == "text" else None
+    if tint is not None and tint.enabled:
+        tint.write_legend(sys.stderr)
     for index in range(num_samples):
-        _sample(llm, prompt, include_prompt, output_format, index=index, **settings)
+        _sample(llm, prompt, include_prompt, output_format, tint, index=index, **settings)
     return 0
 
 
@@ -137,7 +148,9 @@ def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _sample(llm: Any, prompt: str, include_prompt: bool, output_format: str, **settings: Any) -> None:
+def _sample(
+    llm: SpecLLM, prompt: str, include_prompt: bool, output_format: str, tint: TerminalTint | None, **settings: Any
+) -> None:
     """Prints one text and what it cost."""
     stream = llm.generate(prompt, stream=True, **settings)
     as_text = output_format == "text"
@@ -145,7 +158,9 @@ def _sample(llm: Any, prompt: str, include_prompt: bool, output_format: str, **s
         sys.stdout.write(prompt)
     try:
         for piece in stream:
-            if as_text:
+            if tint is not None:
+                tint.write(stream.latest)
+            elif as_text:
                 sys.stdout.write(piece)
                 sys.stdout.flush()
     finally:
