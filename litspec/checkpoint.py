@@ -16,7 +16,7 @@ import types
 import typing
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -314,10 +314,11 @@ def load_weights(
     wanted = model.state_dict(keep_vars=True)
     _check_fit(weights, wanted, checkpoint)
     placed: dict[tuple[Any, ...], Tensor] = {}
+    fixed = device is None or isinstance(device, (str, torch.device))
     with torch.no_grad():
         for name, old in wanted.items():
             new = weights.pop(name)
-            where = device(name) if callable(device) else device
+            where = device if fixed else device(name)
             to = torch.device(where) if where is not None else old.device
             to = torch.device("cpu") if to.type == "meta" else to
             kind = old.dtype if dtype is None else dtype
@@ -327,7 +328,7 @@ def load_weights(
             if same not in placed:
                 placed[same] = new.to(to, kind)
             _replace(model, name, placed[same], old)
-    _settle_tables(model, None if callable(device) else device)
+    _settle_tables(model, device if fixed else None)
 
 
 def _check_fit(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:

@@ -436,6 +436,22 @@ def test_a_head_tied_to_the_embedding_stays_one_tensor_after_a_cast(tmp_path: Pa
     assert model.lm_head.weight.data_ptr() == model.transformer.wte.weight.data_ptr()
 
 
+def test_each_weight_may_have_a_device_of_its_own_and_be_kept_in_part(folder: Path) -> None:
+    with torch.device("meta"):
+        model = GPT(tiny_config())
+    asked = []
+
+    def home(name: str) -> torch.device:
+        asked.append(name)
+        return torch.device("cpu")
+
+    load_weights(model, open_checkpoint(folder), device=home, part=lambda name, whole: whole[:3])
+    weights = random_weights(tiny_config())
+    assert sorted(asked) == sorted(weights)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, weights[name][:3])
+
+
 _MEASURE = """
 import sys, torch
 from litspec.checkpoint import load_weights, open_checkpoint
