@@ -10,10 +10,11 @@ from typing import NoReturn
 from jsonargparse import ArgumentParser, set_config_read_mode, set_parsing_settings
 
 from litspec import __version__
+from litspec.commands.bench import bench
 from litspec.commands.generate import generate
 from litspec.commands.verify import verify
 
-COMMANDS: dict[str, Callable[..., int]] = {"generate": generate, "verify": verify}
+COMMANDS: dict[str, Callable[..., int]] = {"generate": generate, "verify": verify, "bench": bench}
 
 
 class Parser(ArgumentParser):

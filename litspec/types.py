@@ -7,8 +7,9 @@ from typing import Literal
 
 SamplerName = Literal["rejection", "coupled"]
 DrafterName = Literal["auto", "draft_model", "prompt_lookup", "early_exit", "none"]
+BenchDrafterName = Literal["all", "draft_model", "prompt_lookup", "early_exit"]
 PlacementName = Literal["auto", "single", "tensor_parallel", "sequential", "replicate"]
-Precision = Literal["bf16-true", "16-true", "32-true"]
 DraftPlacementName = Literal["replicated", "tensor_parallel"]
+Precision = Literal["bf16-true", "16-true", "32-true"]
 Quantize = Literal["bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq", "bnb.int8"]
 FinishReason = Literal["stop", "length"]

@@ -122,7 +122,7 @@ def verify(
         draft_precision=draft_precision,
         draft_device=draft_device,
     )
-    prompts = _read_prompts(prompts_file)
+    prompts = read_prompts(prompts_file)
     drafters = ["prompt_lookup", "early_exit"]
     if llm.placed.draft_model is not None:
         drafters.insert(0, "draft_model")
@@ -143,7 +143,7 @@ def verify(
             settings = dict(settings, max_new_tokens=max_new_tokens, seed=seed)
             alone = _decode(llm.with_drafter("none"), prompts, settings, advance)
             for drafter in drafters:
-                with_drafter = llm.with_drafter(drafter, exit_layer)
+                with_drafter = llm.with_drafter(drafter, exit_layer=exit_layer)
                 texts = _decode(with_drafter, prompts, settings | {"speculative_k": verify_width - 1}, advance)
                 checks.append(_compare(llm, f"{mode}, {drafter}", prompts, alone, texts, settings))
         checks += _rejection_checks(llm, drafters[0], prompts, sampled, seed, advance)
@@ -152,7 +152,8 @@ def verify(
     return 0 if all(check.passed for check in checks) else 1
 
 
-def _read_prompts(prompts_file: str | None) -> list[str]:
+def read_prompts(prompts_file: str | None) -> list[str]:
+    """A prompt from each line of a file that holds any; without a file the built-in ones."""
     from litspec.errors import InputError
 
     if prompts_file is None:
