@@ -24,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from litspec.model import GPT
 
 RUNS = 20
+DTYPES = (torch.float32, torch.bfloat16)
 
 LLAMA = {
     "rotary_percentage": 1.0,
@@ -39,8 +40,8 @@ SHAPES = {
     ),
     "smollm2-135m": Config.from_name("SmolLM2-135M"),
     "5m parameters": Config(
-        n_layer=16, n_embd=160, n_head=5, n_query_groups=5, intermediate_size=448, padded_vocab_size=4096,
-        vocab_size=4096, block_size=1024, **LLAMA,
+        n_layer=16, n_embd=160, n_head=5, n_query_groups=1, intermediate_size=384, padded_vocab_size=2048,
+        vocab_size=2048, block_size=1024, **LLAMA,
     ),
     "mixtral-shaped, 4 layers": Config(
         n_layer=4, n_embd=512, n_head=8, n_query_groups=2, intermediate_size=1024, padded_vocab_size=1024,
@@ -67,7 +68,7 @@ class Row:
 
 
 ROWS = (
-    *(Row("llama-3-8b, 2 layers", 4000, width, dtype, 1.5) for dtype in (torch.float32, torch.bfloat16) for width in (1, 5)),
+    *(Row("llama-3-8b, 2 layers", 4000, width, dtype, 1.5) for width in (1, 5) for dtype in DTYPES),
     *(Row("smollm2-135m", 200, width, torch.float32, 1.1) for width in (1, 5)),
     *(Row("smollm2-135m", 4000, width, torch.float32, 1.3) for width in (1, 5)),
     *(Row("5m parameters", 300, width, torch.float32, 1.5) for width in (1, 5)),

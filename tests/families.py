@@ -300,11 +300,8 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
 
 
 @functools.cache
-def tiny(name: str, seed: int = 0) -> tuple[Config, dict[str, Tensor], Callable[[Tensor], Tensor]]:
-    """A family at toy size: LitGPT config, weights by LitGPT's names (float32), and the reference.
-
-    The reference maps tokens `(B, T)` to logits `(B, T, V)` without a cache.
-    """
+def build(name: str, seed: int = 0) -> tuple[Config, dict[str, Tensor], torch.nn.Module]:
+    """A family at toy size: LitGPT config, weights by LitGPT's names (float32), and the model they come from."""
     family = FAMILIES[name]
     base, changes = family.litgpt
     kwargs = _SIZES | ({"head_size": 16} if "head_size" not in changes else {}) | changes
@@ -313,7 +310,7 @@ def tiny(name: str, seed: int = 0) -> tuple[Config, dict[str, Tensor], Callable[
     if family.hf is None:
         model = litgpt.model.GPT(config).eval()
         randomise(model, generator)
-        return config, model.state_dict(), torch.no_grad()(lambda idx: model(idx))
+        return config, model.state_dict(), model
 
     hf_name, hf_changes = family.hf
     config_class = getattr(transformers, f"{hf_name}Config")
@@ -325,12 +322,24 @@ def tiny(name: str, seed: int = 0) -> tuple[Config, dict[str, Tensor], Callable[
         hf_weights = load_file(Path(folder) / "model.safetensors")
     state_dict: dict[str, Tensor] = {}
     family.copy(config, {}, state_dict, hf_weights)
-    return config, state_dict, torch.no_grad()(lambda idx: model(idx).logits)
+    return config, state_dict, model
+
+
+def tiny(name: str, seed: int = 0) -> tuple[Config, dict[str, Tensor], Callable[[Tensor], Tensor]]:
+    """A family's LitGPT config and weights, and its reference: tokens `(B, T)` to logits `(B, T, V)`, uncached."""
+    config, state_dict, model = build(name, seed)
+
+    @torch.no_grad()
+    def reference(idx: Tensor) -> Tensor:
+        logits = model(idx)
+        return getattr(logits, "logits", logits)
+
+    return config, state_dict, reference
 
 
 def model_of(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> GPT:
     """Our model of a family at toy size."""
-    config, state_dict, _ = tiny(name, seed)
+    config, state_dict, _ = build(name, seed)
     with torch.device("meta"):
         model = GPT(config)
     model.load_state_dict({key: value.to(dtype) for key, value in state_dict.items()}, assign=True)

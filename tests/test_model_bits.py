@@ -1,4 +1,4 @@
-"""A row's logits are the same to the last bit wherever it stands, whatever the other rows hold, however much is masked."""
+"""A row's logits are the same to the last bit wherever it stands, whatever the others hold, however much is masked."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ POSITIONS = (61, 65, 125, 253, 385, 449, 509, 513, 1021, 1530, 1537, 2020)
 
 
 def assert_rows_keep_their_bits(model: GPT, positions: tuple[int, ...] = POSITIONS) -> None:
-    """Verify the row at each position first, in the middle and last in a block, with its neighbours and with junk behind."""
+    """Verify the row at each position first, in the middle and last in a block, with the text and with junk behind."""
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(VOCAB, (max(positions) + 32,), generator=generator)
     cache = model.make_cache(max(positions), width=32)
     model.prefill(text[None], cache)
     for width in WIDTHS:
-        # From right to left, and in each place the text's own rows last: what was written behind a row is masked for all
-        # that follow, and what lies before it is always the text.
+        # From right to left, and in each place the text's own rows last: what was written behind a row is masked for
+        # all that follow, and what lies before it is always the text.
         for position in reversed(positions):
             model.verify(text[None, position - width : position], torch.tensor([position - width]), cache)
             tight = kv_bucket(position + width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import litgpt.generate.base
@@ -9,7 +10,7 @@ import litgpt.model
 import pytest
 import torch
 import transformers
-from families import FAMILIES, VOCAB, WINDOW, model_of, tiny
+from families import FAMILIES, VOCAB, WINDOW, build, model_of, tiny
 
 from litspec.model import GPT
 
@@ -70,8 +71,7 @@ def test_long_prompts_in_chunks_of_512_and_blocks_far_behind_the_window(name: st
 
 @pytest.mark.parametrize("prompt_size", [5, 100])
 def test_greedy_text_of_a_windowed_model_is_that_of_transformers(prompt_size: int) -> None:
-    _, _, reference = tiny("mistral")
-    hf = next(cell.cell_contents for cell in closure_of(reference) if isinstance(cell.cell_contents, torch.nn.Module))
+    _, _, hf = build("mistral")
     assert isinstance(hf, transformers.MistralForCausalLM)
     prompt = torch.randint(3, VOCAB, (1, prompt_size), generator=torch.Generator().manual_seed(3))
     want = hf.generate(prompt, max_new_tokens=100, do_sample=False, eos_token_id=None, pad_token_id=0)[0]
@@ -87,15 +87,9 @@ def test_greedy_text_of_a_windowed_model_is_that_of_transformers(prompt_size: in
     assert got == want.tolist()
 
 
-def closure_of(function: object) -> tuple:
-    """Cells of a function under decorators."""
-    return getattr(function, "__wrapped__", function).__closure__
-
-
 @pytest.mark.parametrize("name", ["llama-3", "gemma-2", "mixtral"])
 def test_taps_show_the_residual_stream_that_transformers_shows(name: str) -> None:
-    _, _, reference = tiny(name)
-    hf = next(cell.cell_contents for cell in closure_of(reference) if isinstance(cell.cell_contents, torch.nn.Module))
+    _, _, hf = build(name)
     idx = torch.randint(3, VOCAB, (1, 20), generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
         states = hf(idx, output_hidden_states=True).hidden_states  # embedding, after block 0, after the final norm
@@ -112,18 +106,13 @@ def test_taps_show_the_residual_stream_that_transformers_shows(name: str) -> Non
 
 def test_an_early_exit_is_the_model_of_the_first_blocks() -> None:
     config, state_dict, _ = tiny("llama-3")
-    short = litgpt.model.GPT(litgpt.config.Config(**{**vars_of(config), "n_layer": 1})).eval()
+    short = litgpt.model.GPT(dataclasses.replace(config, n_layer=1)).eval()
     short.load_state_dict({key: value for key, value in state_dict.items() if ".h.1." not in key})
     model = model_of("llama-3")
     idx = torch.randint(3, VOCAB, (1, 8), generator=torch.Generator().manual_seed(5))
     logits = model.verify(idx, torch.tensor([0]), model.make_cache(8), n_layer=1)
     with torch.no_grad():
         torch.testing.assert_close(logits, short(idx), atol=TOLERANCE, rtol=0)
-
-
-def vars_of(config: litgpt.config.Config) -> dict:
-    """What a config was built from."""
-    return {field: getattr(config, field) for field in config.__dataclass_fields__}
 
 
 def test_litgpts_own_loop_runs_on_the_model_and_finds_the_same_text() -> None:
@@ -175,11 +164,11 @@ def test_the_models_parameters_are_named_as_litgpts() -> None:
 
 
 def test_the_context_length_limits_committed_tokens_and_not_the_last_blocks_overhang() -> None:
-    config, state_dict, _ = tiny("llama-3")
     model = model_of("llama-3")
-    with pytest.raises(ValueError, match="4097 positions.*4096"):
+    config = model.config
+    with pytest.raises(ValueError, match=r"4097 positions.*4096"):
         model.make_cache(config.block_size + 1)
-    with pytest.raises(ValueError, match="4097 positions.*4096"):
+    with pytest.raises(ValueError, match=r"4097 positions.*4096"):
         model.max_seq_length = config.block_size + 1
     cache = model.make_cache(config.block_size, width=8)
     logits = model.verify(torch.ones(1, 8, dtype=torch.int64), torch.tensor([config.block_size - 1]), cache)

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import litgpt.model
 import torch
-import torch.nn.functional as F
 from litgpt.config import Config
 from torch import Tensor, nn
 
@@ -36,10 +35,7 @@ class LLaMAMoE(litgpt.model.LLaMAMoE):
         probs = (probs * self.config.routed_scaling_factor).to(x.dtype)
         weights = torch.zeros(len(rows), len(self.experts), dtype=x.dtype, device=x.device).scatter(1, experts, probs)
         y = torch.zeros_like(rows)
-        if torch.compiler.is_compiling():
-            touched = range(len(self.experts))
-        else:
-            touched = experts.unique().tolist()
+        touched = range(len(self.experts)) if torch.compiler.is_compiling() else experts.unique().tolist()
         for expert in touched:
             if x.size(1) <= MAX_FOLDED_ROWS:
                 y = torch.addcmul(y, self.experts[expert](rows), weights[:, expert, None])
@@ -56,11 +52,9 @@ class Block(nn.Module):
     def __init__(self, config: Config, block_idx: int) -> None:
         super().__init__()
         attention = MultiheadLatentAttention if config.latent_attention else CausalSelfAttention
-        dense = config.first_k_dense_replace is not None and block_idx < config.first_k_dense_replace
-        if config.mlp_class_name != "LLaMAMoE":
-            mlp = config.mlp_class
-        else:
-            mlp = litgpt.model.LLaMAMLP if dense else LLaMAMoE
+        mlp = config.mlp_class
+        if config.mlp_class_name == "LLaMAMoE":
+            mlp = litgpt.model.LLaMAMLP if block_idx < (config.first_k_dense_replace or 0) else LLaMAMoE
 
         def norm(wanted: bool) -> nn.Module:
             return build_norm(config, config.n_embd) if wanted else nn.Identity()
@@ -177,7 +171,7 @@ class GPT(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Run a block of rows at the end of what is committed.
 
-        Nothing depends on values but the results, so one compiled graph serves every call of the same W and `kv_length`.
+        Only the results depend on values, so that one compiled graph serves every call of the same W and `kv_length`.
 
         Args:
             idx: tokens `(B, W)`; W fixed over a session keeps a row's bits, missing rows are padding (id 0).

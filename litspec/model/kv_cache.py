@@ -23,8 +23,8 @@ Rope = tuple[Tensor, Tensor]  # cosines, and sines whose first half is negated
 def kv_bucket(length: int, *, powers_of_two: bool = False) -> int:
     """The number of K/V slots read to cover `length` positions: 64, 128, 256, 512, then multiples of 512.
 
-    The CPU's fused attention works through the keys 512 at a time. Reading a longer bucket then adds whole masked chunks
-    and changes no bit of the result, while a length that cuts a chunk elsewhere does.
+    The CPU's fused attention works through the keys 512 at a time. A longer bucket then adds whole masked chunks and
+    changes no bit of the result, while a length that cuts a chunk elsewhere does.
 
     Args:
         length: positions to cover.
