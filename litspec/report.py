@@ -110,6 +110,8 @@ class Piece(NamedTuple):
 
 
 class _Detokenizer(Protocol):
+    settled: bool
+
     def push(self, tokens: Sequence[int]) -> str: ...
 
     def flush(self) -> str: ...
@@ -128,7 +130,7 @@ class Pieces:
     def __init__(self, detokenizer: _Detokenizer) -> None:
         self._detokenizer = detokenizer
         self._waiting: deque[Piece] = deque()  # certain, but not released
-        self._drafted = True  # the tokens since the last character
+        self._drafted = True  # all tokens that the next character comes from
         self._released = 0
         self.char_count = 0
 
@@ -136,7 +138,11 @@ class Pieces:
         """Takes the next tokens, and for each whether it was drafted and accepted."""
         for token, by_drafter in zip(tokens, drafted):
             self._drafted = self._drafted and by_drafter
-            self._append(self._detokenizer.push([token]))
+            if text := self._detokenizer.push([token]):
+                self._append(text)
+                self._drafted = by_drafter  # a character may end and the next begin within this token
+            if self._detokenizer.settled:
+                self._drafted = True
 
     def flush(self) -> None:
         """Ends the text: what was held back becomes certain."""
@@ -161,7 +167,6 @@ class Pieces:
     def _append(self, text: str) -> None:
         if text:
             self._waiting.append(Piece(text, self._drafted))
-            self._drafted = True
             self.char_count += len(text)
 
 
@@ -229,13 +234,9 @@ def to_html(pieces: Sequence[Piece], drafted: Sequence[bool], stats: Stats, fini
         return f'<span style="background-color:{_RGB[by_drafter]}47;border-radius:3px{more}">{text}</span>'
 
     text = "".join(tinted(*piece) for piece in pieces) or '<span style="opacity:.6">(no text)</span>'
-    legend = "".join(
-        tinted(f"{count} {label}", by_drafter, ";padding:1px 6px;white-space:nowrap")
-        for label, count, by_drafter in (
-            (DRAFTED, sum(drafted), True),
-            (OWN, len(drafted) - sum(drafted), False),
-        )
-    )
+    chip = ";padding:1px 6px;white-space:nowrap"
+    legend = tinted(f"{sum(drafted)} {DRAFTED}", True, chip)
+    legend += tinted(f"{len(drafted) - sum(drafted)} {OWN}", False, chip)
     ending = {"stop": "ended at a stop", "length": "ended at the length limit"}[finish_reason]
     rate = f"acceptance rate {stats.acceptance_rate:.0%} ({stats.accepted} of {stats.proposed})"
     numbers = [
@@ -251,8 +252,9 @@ def to_html(pieces: Sequence[Piece], drafted: Sequence[bool], stats: Stats, fini
         '<pre class="litspec-text" dir="auto" style="white-space:pre-wrap;overflow-wrap:anywhere;margin:0;padding:0;'
         'border:0;background:none;color:inherit;font-family:inherit;font-size:inherit;line-height:1.6">'
         f"{text}</pre>"
-        '<div class="litspec-numbers" style="display:flex;flex-wrap:wrap;align-items:baseline;gap:4px 14px;margin-top:8px;font-size:85%;'
-        f'line-height:1.5;font-variant-numeric:tabular-nums">{legend}{items}</div></div>'
+        '<div class="litspec-numbers" style="display:flex;flex-wrap:wrap;align-items:baseline;gap:4px 14px;'
+        'margin-top:8px;font-size:85%;line-height:1.5;font-variant-numeric:tabular-nums">'
+        f"{legend}{items}</div></div>"
     )
 
 

@@ -182,6 +182,11 @@ class Detokenizer:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
 
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is held back: all tokens so far are whole characters."""
+        return self._settled[-1] == len(self._settled) - 1
+
     def push(self, tokens: Sequence[int] | Tensor) -> str:
         """Takes the next tokens; returns the text that has become certain, which may be empty."""
         released = []
