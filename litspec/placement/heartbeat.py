@@ -62,6 +62,17 @@ class Heartbeat:
         silent = [other for other, (_, seen) in self._seen.items() if seen < old and other not in self._ended]
         return [0] if 0 in silent else silent  # without rank 0 nothing is heard of the others
 
+    def counter(self, name: str, step: int = 0) -> int:
+        """A number that all ranks share, 0 at first, after adding `step` to it.
+
+        Raises:
+            LostRank: Rank 0, who keeps it, has ended.
+        """
+        try:
+            return self._store.add(f"counters/{name}", step)
+        except RuntimeError as error:
+            raise LostRank.because(error) from error
+
     def wait_for_all(self) -> None:
         """Says that this rank has done its share; rank 0 returns when all have.
 
