@@ -6,7 +6,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -204,10 +204,16 @@ class SpecLLM:
         chosen = make_drafter(drafter, placed, pair=pair, exit_layer=exit_layer)
         return cls(placed, codec, chosen, pair, embedded)
 
-    def with_drafter(self, drafter: DrafterName | Drafter, exit_layer: int | None = None) -> SpecLLM:
-        """The same target, loaded once, with another drafter; arguments as in `load`."""
-        chosen = make_drafter(drafter, self.placed, pair=self._pair, exit_layer=exit_layer)
-        return SpecLLM(self.placed, self.codec, chosen, self._pair, self._embedded)
+    def with_drafter(
+        self, drafter: DrafterName | Drafter, *, exit_layer: int | None = None, verify_width: int | None = None
+    ) -> SpecLLM:
+        """The same target, loaded once, with another drafter or another width; arguments as in `load`.
+
+        At another width the text may differ in its last bits, hence where two tokens are nearly equal.
+        """
+        placed = self.placed if verify_width is None else replace(self.placed, verify_width=verify_width)
+        chosen = make_drafter(drafter, placed, pair=self._pair, exit_layer=exit_layer)
+        return SpecLLM(placed, self.codec, chosen, self._pair, self._embedded)
 
     @property
     def verify_width(self) -> int:
@@ -220,8 +226,10 @@ class SpecLLM:
         dtype = str(next(self.placed.model.parameters()).dtype).removeprefix("torch.")
         lines = [f"Target {config.name!r}, {dtype} on {self.placed.device}, verifying {self.verify_width} rows."]
         if self._embedded:
-            lines.insert(0, "No --checkpoint_dir given: this is the embedded demonstration pair.")
-        lines.append("No drafter: plain decoding." if self.drafter is None else f"Drafter: {self.drafter}.")
+            lines.insert(0, "No checkpoint_dir given: this is the embedded demonstration pair.")
+        lines.append(
+            "No drafter: plain decoding." if self.drafter is None else f"Drafter: {type(self.drafter).__name__}."
+        )
         return "\n".join([*lines, *self.notes, *getattr(self.drafter, "notes", ())])
 
     @overload

@@ -7,7 +7,6 @@ import itertools
 import re
 import sys
 from collections.abc import Sequence
-from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +16,7 @@ from checkpoints import write_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from litgpt.tokenizer import Tokenizer
+from pages import Page
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as RustTokenizer
 
@@ -139,53 +139,21 @@ def test_pieces_joined_are_the_text_of_all_tokens_however_they_are_cut(
 # --- HTML
 
 
-class Page(HTMLParser):
-    """What a browser would show: tinted texts of the <pre>, all other text, and the tags."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.pieces: list[tuple[str, str]] = []
-        self.rest = ""
-        self.tags: list[str] = []
-        self._in_text = False
-        self._tint = ""
-        self.feed(page)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self._in_text = self._in_text or tag == "pre"
-        found = re.search(r"background-color:(#\w+)", dict(attrs).get("style", ""))
-        self._tint = found[1] if found else ""
-
-    def handle_endtag(self, tag: str) -> None:
-        self._in_text = self._in_text and tag != "pre"
-
-    def handle_data(self, data: str) -> None:
-        if not self._in_text:
-            self.rest += data + " "
-        elif self.pieces and self.pieces[-1][1] == self._tint and self.get_starttag_text() == self._last:
-            self.pieces[-1] = (self.pieces[-1][0] + data, self._tint)
-        else:
-            self.pieces.append((data, self._tint))
-        self._last = self.get_starttag_text()
-
-
 def test_html_shows_each_character_and_runs_nothing_from_the_text() -> None:
     page = Page(to_html(NASTY, [True, False], STATS, "length"))
-    assert "".join(text for text, _ in page.pieces) == joined(NASTY)
+    assert "".join(text for text, _ in page.texts[0]) == joined(NASTY)
     assert set(page.tags) == {"div", "pre", "span"}
 
 
 def test_html_tints_by_origin_with_a_legend_and_numbers() -> None:
     page = Page(to_html([Piece("a ", True), Piece("b", False), Piece("c", True)], [True, False, True], STATS, "stop"))
-    (a, green), (b, magenta), (c, again) = page.pieces
+    (a, green), (b, magenta), (c, again) = page.texts[0]
     assert (a, b, c) == ("a ", "b", "c")
     assert green == again != magenta
     expected = [f"2 {DRAFTED}", f"1 {OWN}", "9 tokens, ended at a stop", "50% (4 of 8)", "2.00 tokens per round"]
     assert all(said in page.rest for said in [*expected, "4.0 tokens/s"])
     none = Page(to_html([], [], make_stats(BLOCKS[:1], prefill_seconds=1, decode_seconds=0), "stop"))
-    assert "nothing was proposed" in none.rest and "(no text)" in none.pieces[0][0]
+    assert "nothing was proposed" in none.rest and "(no text)" in none.texts[0][0][0]
 
 
 def luminance(rgb: Sequence[float]) -> float:
@@ -202,7 +170,7 @@ def contrast(front: str, back: Sequence[float]) -> float:
 @pytest.mark.parametrize(("ink", "ground"), [("#000000", "#ffffff"), ("#dddddd", "#111111"), ("#d4d4d4", "#383838")])
 def test_tinted_text_is_legible_in_light_and_dark(ink: str, ground: str) -> None:
     page = Page(to_html([Piece("a", True), Piece("b", False)], [True, False], STATS, "stop"))
-    for _, tint in page.pieces:
+    for _, tint in page.texts[0]:
         *rgb, alpha = matplotlib.colors.to_rgba(tint)
         blend = [alpha * c + (1 - alpha) * g for c, g in zip(rgb, matplotlib.colors.to_rgb(ground))]
         assert contrast(ink, blend) > 4.5  # what WCAG 2 asks of text
