@@ -122,7 +122,7 @@ class SpecLLM:
         self.placed = placed
         self.codec = codec
         self.drafter = drafter
-        self.notes = list(pair.notes) if pair is not None else []
+        self.notes = [*codec.notes, *(pair.notes if pair is not None else ()), *getattr(drafter, "notes", ())]
         self._pair = pair
         self._embedded = embedded
         self._idle: TargetSession | None = None  # the last text's session, kept for its memory and its prompt
@@ -230,7 +230,7 @@ class SpecLLM:
         lines.append(
             "No drafter: plain decoding." if self.drafter is None else f"Drafter: {type(self.drafter).__name__}."
         )
-        return "\n".join([*lines, *self.notes, *getattr(self.drafter, "notes", ())])
+        return "\n".join([*lines, *self.notes])
 
     @overload
     def generate(self, prompt: str, *, stream: Literal[False] = ..., **settings: Any) -> Completion: ...
@@ -339,7 +339,7 @@ class SpecLLM:
         stop_tokens = self.codec.stop_tokens
         stop_ids = [sequence[0] for sequence in stop_tokens if len(sequence) == 1]
         tokens_stop = StopTokens(stop_tokens, ignore_first=min_new_tokens)
-        strings = StopStrings(stop, self.codec.detokenizer(), min_new_tokens) if stop else None
+        strings = StopStrings(stop, self.codec.detokenizer(after=ids), min_new_tokens) if stop else None
         sampler = make_sampler(
             sampling,
             seed=text_seed(seed, index),
@@ -376,7 +376,8 @@ class SpecLLM:
         drafter = self.drafter
         draft = drafter.begin(target, max_length, sampler) if drafter is not None else None
         rounds = Rounds(target, draft, sampler, choose_k, taps=drafter.taps if drafter is not None else ())
-        text = Pieces(self.codec.detokenizer())
+        # The text goes on from the prompt: a space that begins it is kept, whatever the tokenizer.
+        text = Pieces(self.codec.detokenizer(after=ids))
         token_ids: list[int] = []
         drafted: list[bool] = []
         blocks: list[Block] = []
@@ -406,7 +407,13 @@ class SpecLLM:
         ended = time.perf_counter()
         # Reached only by a text that ended: an abandoned stream keeps its session to itself until it is collected.
         self._idle = target
+        if hasattr(draft, "close"):
+            draft.close()
+        finish_reason = blocks[-1].finish_reason
         text.flush()
+        if strings is not None and finish_reason == "length" and (kept := strings.finish()) is not None:
+            finish_reason = "stop"
+            del token_ids[kept:], drafted[kept:]
         if released := text.release(strings.safe_chars if strings is not None and strings.found else text.char_count):
             pieces += released
             yield released
@@ -418,7 +425,7 @@ class SpecLLM:
             verify_seconds=rounds.verify_seconds,
         )
         whole = "".join(piece.text for piece in pieces)
-        yield Completion(prompt, whole, token_ids, blocks[-1].finish_reason, stats, drafted, blocks, pieces)
+        yield Completion(prompt, whole, token_ids, finish_reason, stats, drafted, blocks, pieces)
 
     def _take_session(self, max_length: int, stop_ids: list[int]) -> TargetSession:
         """The idle session where its cache is large enough, else a new one."""

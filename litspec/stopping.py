@@ -39,6 +39,8 @@ class TextMatcher(Protocol):
 
     def push(self, tokens: Sequence[int]) -> str: ...
 
+    def flush(self) -> str: ...
+
     def tokens_for(self, char_count: int) -> int: ...
 
 
@@ -147,19 +149,32 @@ class StopStrings:
             before = len(detokenizer.text)
             detokenizer.push([token])
             self._seen += 1
-            text = detokenizer.text
             if self._seen <= self._ignore_first:
-                self._first_char = len(text)
-                continue
-            begin = max(self._first_char, before - self._longest + 1)
-            found = [at for string in self._strings if (at := text.find(string, begin)) >= 0]
-            if found:
-                self.found = True
-                self.safe_chars = min(found)
+                self._first_char = len(detokenizer.text)
+            elif self._find(before):
                 return Verdict(detokenizer.tokens_for(self.safe_chars), self._seen)
         text = detokenizer.text
         self.safe_chars = len(text) - self._partial(text)
         return Verdict(detokenizer.tokens_for(self.safe_chars), None)
+
+    def finish(self) -> int | None:
+        """Looks through the characters that were incomplete when the text reached its length.
+
+        Returns:
+            The number of tokens to keep where a stop was found after all, else None.
+        """
+        before = len(self._detokenizer.text)
+        self._detokenizer.flush()
+        return self._detokenizer.tokens_for(self.safe_chars) if self._find(before) else None
+
+    def _find(self, before: int) -> bool:
+        """Looks for a stop that ends behind the first `before` characters."""
+        text = self._detokenizer.text
+        begin = max(self._first_char, before - self._longest + 1)
+        found = [at for string in self._strings if (at := text.find(string, begin)) >= 0]
+        if found:
+            self.found, self.safe_chars = True, min(found)
+        return self.found
 
     def _partial(self, text: str) -> int:
         """Characters at the end of the text with which some stop string begins."""
