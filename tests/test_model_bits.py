@@ -14,6 +14,8 @@ from litspec.model import GPT, kv_bucket
 WIDTHS = (2, 4, 5, 8, 16)
 DTYPES = (torch.float32, torch.bfloat16)
 # Short of the end of every K/V bucket up to 2,048, across it and behind it, so that live keys lie on both sides.
+# Each width takes every third of them, shifted, to keep the suite short; 1 runs them all (and all of them hold).
+STRIDE = 3
 POSITIONS = (61, 65, 125, 253, 385, 449, 509, 513, 1021, 1530, 1537, 2020)
 
 
@@ -23,10 +25,10 @@ def assert_rows_keep_their_bits(model: GPT, positions: tuple[int, ...] = POSITIO
     text = torch.randint(VOCAB, (max(positions) + 32,), generator=generator)
     cache = model.make_cache(max(positions), width=32)
     model.prefill(text[None], cache)
-    for width in WIDTHS:
+    for shift, width in enumerate(WIDTHS):
         # From right to left, and in each place the text's own rows last: what was written behind a row is masked for
         # all that follow, and what lies before it is always the text.
-        for position in reversed(positions):
+        for position in reversed(positions[shift % STRIDE :: STRIDE]):
             model.verify(text[None, position - width : position], torch.tensor([position - width]), cache)
             tight = kv_bucket(position + width)
             logits = {}

@@ -151,8 +151,11 @@ class GPT(nn.Module):
             chunk = idx[:, begin : begin + chunk_size]
             first = start + begin
             input_pos = torch.full((idx.size(0),), first, device=idx.device)
-            step = Step.at(cache, input_pos, chunk.size(1), cache.bucket(first + chunk.size(1)), self.windows)
-            x, hidden = self._rows(chunk, step, cache, taps)
+            kv_length = cache.bucket(first + chunk.size(1))
+            # Not named: the mask of one chunk is gone before that of the next is made.
+            x, hidden = self._rows(
+                chunk, Step.at(cache, input_pos, chunk.size(1), kv_length, self.windows), cache, taps
+            )
             tapped += hidden
         logits = self._head(x[:, -1:])
         return (logits, torch.cat(tapped, dim=1)) if taps else logits
