@@ -108,11 +108,14 @@ def without_cut(case: dict[str, Any]) -> dict[str, Any]:
     return {**case, "load": load}
 
 
-def run_ranks(folder: Path, cases: dict[str, Any], ranks: int, command: list[str]) -> list[dict[str, Any]]:
+def run_ranks(
+    folder: Path, cases: dict[str, Any], ranks: int, command: list[str], **more_env: str
+) -> list[dict[str, Any]]:
     """Runs the worker and returns what each rank wrote."""
     (folder / "cases.json").write_text(json.dumps(cases))
     env = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
-    done = subprocess.run(command, env=env | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600)
+    env |= {"OMP_NUM_THREADS": "1"} | more_env
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads((folder / f"{rank}-of-{ranks}.json").read_text()) for rank in range(ranks)]
 
@@ -160,12 +163,12 @@ def two(cases: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def three(cases: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Three ranks that torchrun starts; the number of devices is left to it."""
+    """Three ranks that `fabric run --devices 3` starts, which is torchrun and what it sets here."""
     folder = tmp_path_factory.mktemp("three")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3", f"--master_port={free_port()}"]
-    return run_ranks(
-        folder, {name: cases[name] for name in SHAPES}, 3, [*torchrun, str(WORKER), "make", str(folder), "1"]
-    )
+    command = [*torchrun, str(WORKER), "make", str(folder), "1"]
+    shapes = {name: cases[name] for name in SHAPES}
+    return run_ranks(folder, shapes, 3, command, LT_CLI_USED="1", LT_DEVICES="3", LT_NUM_NODES="1")
 
 
 def free_port() -> int:

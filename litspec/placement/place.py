@@ -141,7 +141,7 @@ def place(
     if placement == "auto" and ranks > 1 and open_number and num_nodes == 1 and _fits(whole, small, homes[0]):
         fabric, ranks = _fabric(accelerator=accelerator, devices=1), 1
     if ranks == 1:
-        fabric.launch()
+        _start(fabric)
         return Single(*_load(whole, small, fabric.device, 0, 1, quantize), fabric.device, verify_width)
     if placement == "single":
         raise InputError(
@@ -232,10 +232,20 @@ def _check_alone(placement: str, num_nodes: int) -> None:
         )
 
 
+def _under_fabric_run() -> bool:
+    return os.environ.get("LT_CLI_USED") == "1"
+
+
+def _start(fabric: Fabric) -> None:
+    """Sets up the device, and with several processes starts or meets the others."""
+    if not _under_fabric_run():  # which makes Fabric do so when it is made
+        fabric.launch()
+
+
 def _fabric(**settings: Any) -> Fabric:
     """Fabric, whose complaints about settings become sentences."""
-    if os.environ.get("LT_CLI_USED") == "1" and settings.get("devices") is not None:
-        # `fabric run` has its own flags for these and insists that a script leaves them alone or repeats them.
+    if _under_fabric_run():
+        # It has its own flags for these and insists that a script leaves them alone or repeats them.
         settings["devices"] = os.environ.get("LT_DEVICES", settings["devices"])
     try:
         return Fabric(**settings)
@@ -268,7 +278,7 @@ def _launch(accelerator: str, devices: int | str, num_nodes: int, placement: str
             )
     fabric = _fabric(accelerator=accelerator, devices=devices, num_nodes=num_nodes, strategy=DDPStrategy())
     try:
-        fabric.launch()
+        _start(fabric)
     except ValueError as error:  # the launcher's number of processes is another
         raise InputError(f"placement {placement!r}: {' '.join(str(error).split())}") from error
     return fabric
