@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, get_args
 
 from litspec.drafters.base import Drafter, DraftSession, Proposal
 from litspec.drafters.draft_model import DraftModel
@@ -10,12 +10,12 @@ from litspec.drafters.early_exit import EarlyExit
 from litspec.drafters.prompt_lookup import PromptLookup
 from litspec.drafters.speculative_k import FixedK, SpeculativeK, make_speculative_k
 from litspec.errors import InputError
+from litspec.types import DrafterName
 
 if TYPE_CHECKING:
     from litspec.checkpoint import PairReport
     from litspec.rounds import Placed
 
-DrafterName = Literal["auto", "draft_model", "prompt_lookup", "early_exit", "none"]
 
 __all__ = [
     "DraftModel",
