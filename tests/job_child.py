@@ -1,0 +1,20 @@
+"""What each process runs in tests/test_jobs.py; in a module of its own, which every process imports anew."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from litspec.jobs import run_job
+
+
+def child(path: Path, out: Path, load: dict[str, Any], env: dict[str, str], settings: dict[str, Any]) -> None:
+    """A job, perhaps as one of the ranks that a launcher starts with these environment variables."""
+    torch.set_num_threads(1)
+    os.environ.update(env)
+    os.dup2(os.open(out.parent / "stderr.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    sys.exit(run_job(path, out, load=load, **settings))
