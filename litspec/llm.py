@@ -279,6 +279,8 @@ class SpecLLM:
         Raises:
             InputError: A ValueError; for a setting out of range, or a prompt too long for the model.
         """
+        if not isinstance(prompt, Sequence):
+            raise InputError(f"prompt must be a string or a list of strings, got {prompt!r}")
         if not isinstance(prompt, str) and stream:
             raise InputError("stream=True takes one prompt, not a list; stream them one after the other.")
         if seed is None:
