@@ -11,39 +11,9 @@ from litgpt.config import Config
 from torch import Tensor, nn
 
 from litspec.errors import InputError
-from litspec.model.attention import MAX_FOLDED_ROWS, CausalSelfAttention, MultiheadLatentAttention, build_norm
+from litspec.model.attention import CausalSelfAttention, MultiheadLatentAttention, build_norm
 from litspec.model.kv_cache import KVCache, Rope, Step
-
-
-class LLaMAMoE(litgpt.model.LLaMAMoE):
-    """LitGPT's mixture of experts: its parameters, and a forward that keeps the bits of a row."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Rows `x` `(B, W, C)` through the experts each is routed to, `(B, W, C)`.
-
-        In a block to verify, an expert that any row is routed to runs on all rows, with weight zero where it was not
-        asked for: a product over only its own rows would sum in another order for another choice of rows. Long prefill
-        chunks, always cut the same way, hand each expert its own rows. Which experts are touched is read on the host;
-        a compiled graph cannot, and runs them all.
-        """
-        rows = x.flatten(0, 1)
-        if self.config.n_expert_groups:
-            probs, experts = self.gate(rows)
-        else:
-            logits, experts = self.gate(rows).topk(self.config.n_expert_per_token)
-            probs = logits.softmax(dim=-1, dtype=torch.float32)
-        probs = (probs * self.config.routed_scaling_factor).to(x.dtype)
-        weights = torch.zeros(len(rows), len(self.experts), dtype=x.dtype, device=x.device).scatter(1, experts, probs)
-        y = torch.zeros_like(rows)
-        touched = range(len(self.experts)) if torch.compiler.is_compiling() else experts.unique().tolist()
-        for expert in touched:
-            if x.size(1) <= MAX_FOLDED_ROWS:
-                y = torch.addcmul(y, self.experts[expert](rows), weights[:, expert, None])
-            else:
-                own = (experts == expert).any(dim=-1).nonzero().squeeze(-1)
-                y.index_add_(0, own, self.experts[expert](rows[own]) * weights[own, expert, None])
-        y = y.view_as(x)
-        return y + self.shared_experts(x) if self.config.n_shared_expert else y
+from litspec.model.mlp import build_mlp
 
 
 class Block(nn.Module):
@@ -52,9 +22,6 @@ class Block(nn.Module):
     def __init__(self, config: Config, block_idx: int) -> None:
         super().__init__()
         attention = MultiheadLatentAttention if config.latent_attention else CausalSelfAttention
-        mlp = config.mlp_class
-        if config.mlp_class_name == "LLaMAMoE":
-            mlp = litgpt.model.LLaMAMLP if block_idx < (config.first_k_dense_replace or 0) else LLaMAMoE
 
         def norm(wanted: bool) -> nn.Module:
             return build_norm(config, config.n_embd) if wanted else nn.Identity()
@@ -65,7 +32,7 @@ class Block(nn.Module):
         self.post_attention_norm = norm(config.post_attention_norm)
         # None: the MLP takes what the attention took.
         self.norm_2 = None if config.norm_2 and config.shared_attention_norm else norm(config.norm_2)
-        self.mlp = mlp(config)
+        self.mlp = build_mlp(config, block_idx)
         self.post_mlp_norm = norm(config.post_mlp_norm)
 
     def forward(self, x: Tensor, step: Step, k_cache: Tensor, v_cache: Tensor) -> Tensor:

@@ -1,0 +1,120 @@
+"""The layers between attentions: LitGPT's parameters, forwards that keep a row's bits. Notation: see `kv_cache`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import litgpt.model
+import torch
+import torch.nn.functional as F
+from litgpt.config import Config
+from torch import Tensor, nn
+
+from litspec.model.attention import MAX_FOLDED_ROWS
+
+# PyTorch's CPU operators go through a tensor in vectors, up to 64 elements a step, and hand what is left over to a scalar
+# routine, whose exponential may differ in the last bit. Beyond so many elements (GELU; 32,768 for others) they also cut
+# the tensor into one piece per thread, each with its own left-overs.
+VECTOR_STEP = 64
+SINGLE_THREADED = 16384
+
+
+def activate(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """An elementwise function of rows `x` `(..., W, N)`, such that a row's result does not depend on its place.
+
+    One call does where all rows fall on whole vectors of one thread; else each row gets a call of its own. Prefill
+    chunks are always cut the same way and need no such care, nor do GPUs, which compute every element alike.
+    """
+    width, size = x.shape[-2:]
+    whole = size % VECTOR_STEP == 0 and x.numel() <= SINGLE_THREADED
+    if whole or width == 1 or width > MAX_FOLDED_ROWS or not x.is_cpu:
+        return function(x)
+    return torch.stack([function(row) for row in x.unbind(-2)], dim=-2)
+
+
+class GptNeoxMLP(litgpt.model.GptNeoxMLP):
+    """Two projections and a GELU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(activate(self._gelu, self.fc(x)))
+
+    def _gelu(self, x: Tensor) -> Tensor:
+        return F.gelu(x, approximate=self.config.gelu_approximate)
+
+
+class LLaMAMLP(litgpt.model.LLaMAMLP):
+    """Three projections and a gate by SiLU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(activate(F.silu, self.fc_1(x)) * self.fc_2(x))
+
+
+class GemmaMLP(litgpt.model.GemmaMLP):
+    """Three projections and a gate by GELU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(activate(self._gelu, self.fc_1(x)) * self.fc_2(x))
+
+    def _gelu(self, x: Tensor) -> Tensor:
+        return F.gelu(x, approximate=self.config.gelu_approximate)
+
+
+class GroupedTopkRouter(litgpt.model.GroupedTopkRouter):
+    """The router of DeepSeek-V3 (arXiv 2412.19437): the best experts of the best groups."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and ids of the experts of each row of `x` `(rows, C)`, both `(rows, n_expert_per_token)`."""
+        scores = activate(torch.sigmoid, F.linear(x.float(), self.weight.float()))
+        experts = self.get_topk_indices(scores)
+        probs = scores.gather(1, experts)
+        if self.config.norm_topk_prob:
+            probs = probs / (probs.sum(dim=-1, keepdim=True) + 1e-20)
+        return probs, experts
+
+
+class LLaMAMoE(nn.Module):
+    """A mixture of experts (Mixtral, Qwen3-MoE, DeepSeek)."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        gate = GroupedTopkRouter(config) if config.n_expert_groups else None
+        self.gate = gate or nn.Linear(config.n_embd, config.n_expert, bias=False)
+        size = config.moe_intermediate_size
+        self.experts = nn.ModuleList(LLaMAMLP(config, intermediate_size=size) for _ in range(config.n_expert))
+        if config.n_shared_expert:
+            self.shared_experts = LLaMAMLP(config, intermediate_size=size * config.n_shared_expert)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rows `x` `(B, W, C)` through the experts each is routed to, `(B, W, C)`.
+
+        In a block to verify, an expert that any row is routed to runs on all rows, with weight zero where it was not
+        asked for: a product over only its own rows would sum in another order for another choice of rows. Long prefill
+        chunks, always cut the same way, hand each expert its own rows. Which experts are touched is read on the host;
+        a compiled graph cannot, and runs them all.
+        """
+        rows = x.flatten(0, 1)
+        if self.config.n_expert_groups:
+            probs, experts = self.gate(rows)
+        else:
+            logits, experts = self.gate(rows).topk(self.config.n_expert_per_token)
+            probs = logits.softmax(dim=-1, dtype=torch.float32)
+        probs = (probs * self.config.routed_scaling_factor).to(x.dtype)
+        weights = torch.zeros(len(rows), len(self.experts), dtype=x.dtype, device=x.device).scatter(1, experts, probs)
+        y = torch.zeros_like(rows)
+        touched = range(len(self.experts)) if torch.compiler.is_compiling() else experts.unique().tolist()
+        for expert in touched:
+            if x.size(1) <= MAX_FOLDED_ROWS:
+                y = torch.addcmul(y, self.experts[expert](rows), weights[:, expert, None])
+            else:
+                own = (experts == expert).any(dim=-1).nonzero().squeeze(-1)
+                y.index_add_(0, own, self.experts[expert](rows[own]) * weights[own, expert, None])
+        y = y.view_as(x)
+        return y + self.shared_experts(x) if self.config.n_shared_expert else y
+
+
+def build_mlp(config: Config, block_idx: int) -> nn.Module:
+    """The layer that the config names for a block; the first blocks of a mixture may be dense."""
+    classes = {mlp.__name__: mlp for mlp in (GptNeoxMLP, LLaMAMLP, GemmaMLP, LLaMAMoE)}
+    dense = config.first_k_dense_replace is not None and block_idx < config.first_k_dense_replace
+    return LLaMAMLP(config) if dense else classes[config.mlp_class_name](config)
