@@ -688,35 +688,40 @@ class RealJob:
     expected: bytes
     settings: dict[str, Any]
 
-    def start(self, out: Path, ranks: int = 1) -> list[Any]:
-        """Starts a job on so many ranks, as a launcher would."""
+    def start(
+        self, out: Path, ranks: int = 1, *, path: Path | None = None, limits: dict[int, int] | None = None, **load: Any
+    ) -> list[Any]:
+        """Starts a job on so many ranks, as a launcher would.
+
+        Args:
+            out: The out file.
+            ranks: How many.
+            path: Other prompts.
+            limits: For a rank the largest size of a file that it can write.
+            load: Arguments of `SpecLLM.load`.
+        """
         started = []
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = str(free.getsockname()[1])
+        env: dict[str, str] = {}
+        if ranks > 1:
+            load = {"placement": "replicate", "devices": ranks, **load}
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0"}
+            env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         for rank in range(ranks):
-            load, env = dict(self.pair.load), {}
-            if ranks > 1:
-                load |= {"placement": "replicate", "devices": ranks}
-                env = {
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": port,
-                    "TORCHELASTIC_RUN_ID": "test",
-                    "GROUP_RANK": "0",
-                }
-                env |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-            process = self.processes.Process(target=child, args=(self.path, out, load, env, self.settings))
+            own = env | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {})
+            arguments = (path or self.path, out, self.pair.load | load, own, self.settings, (limits or {}).get(rank))
+            process = self.processes.Process(target=child, args=arguments)
             process.start()
             started.append(process)
         return started
 
-    def run(self, out: Path, ranks: int = 1) -> int:
-        """Runs a job to its end; its exit code."""
-        started = self.start(out, ranks)
+    def run(self, out: Path, ranks: int = 1, **more: Any) -> list[int]:
+        """Runs a job to its end; the exit codes of its ranks."""
+        started = self.start(out, ranks, **more)
         for process in started:
             process.join(120)
-        assert [process.exitcode for process in started[1:]] == [0] * (ranks - 1)
-        return started[0].exitcode
+        return [process.exitcode for process in started]
 
 
 @pytest.fixture(scope="module")
@@ -750,7 +755,7 @@ def test_a_job_killed_at_20_random_moments_ends_with_the_file_of_an_undisturbed_
     real: RealJob, tmp_path: Path
 ) -> None:
     began = time.monotonic()
-    assert real.run(tmp_path / "undisturbed.jsonl") == 0
+    assert real.run(tmp_path / "undisturbed.jsonl") == [0]
     seconds = time.monotonic() - began
     assert_whole(tmp_path / "undisturbed.jsonl", real.expected)
     moments = random.Random(0)
@@ -773,14 +778,14 @@ def test_a_job_killed_at_20_random_moments_ends_with_the_file_of_an_undisturbed_
         if kills == 20:
             break
         assert_whole(out, real.expected)
-    assert real.run(out) == 0
+    assert real.run(out) == [0]
     assert_whole(out, real.expected)
 
 
 def test_any_number_of_ranks_gives_the_same_file_and_resumes_what_another_number_left(
     real: RealJob, tmp_path: Path
 ) -> None:
-    assert real.run(tmp_path / "two.jsonl", ranks=2) == 0
+    assert real.run(tmp_path / "two.jsonl", ranks=2) == [0, 0]
     assert_whole(tmp_path / "two.jsonl", real.expected)
 
     out = tmp_path / "out.jsonl"
@@ -789,10 +794,43 @@ def test_any_number_of_ranks_gives_the_same_file_and_resumes_what_another_number
     for process in started[::-1]:
         process.kill()
         process.join()
+    assert 4 <= whole_lines(out) < 24
+    assert list(tmp_path.glob("out.jsonl.rank2-0.part"))
+    assert real.run(out, ranks=2) == [0, 0]
+    assert_whole(out, real.expected)
+
+
+def test_a_target_cut_across_ranks_resumes_too(real: RealJob, tmp_path: Path) -> None:
+    cut = {"ranks": 2, "placement": "tensor_parallel"}
+    assert real.run(tmp_path / "undisturbed.jsonl", **cut) == [0, 0]
+    expected = (tmp_path / "undisturbed.jsonl").read_bytes()
+    assert len(expected.splitlines()) == 24
+
+    out = tmp_path / "out.jsonl"
+    started = real.start(out, **cut)
+    wait_for(lambda: whole_lines(out) >= 4)
+    os.kill(started[0].pid, signal.SIGTERM)
+    for process in started:
+        process.join(120)
+    assert [process.exitcode for process in started] == [143, 0]
     left = whole_lines(out)
     assert 4 <= left < 24
-    assert list(tmp_path.glob("out.jsonl.rank2-0.part"))
-    assert real.run(out, ranks=2) == 0
+    assert real.run(out) == [1]
+    assert "tensor_parallel (then 2, now 1)" in (tmp_path / "stderr.txt").read_text()
+    assert real.run(out, **cut) == [0, 0]
+    assert_whole(out, expected)
+    assert f"behind {left} of 24 texts" in (tmp_path / "stderr.txt").read_text()
+
+
+def test_a_rank_that_cannot_write_ends_the_job_with_a_sentence(real: RealJob, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    # The errors of a child make it end with 1, as any exception does.
+    assert real.run(out, ranks=2, limits={1: 2500}) == [1, 1]
+    said = (tmp_path / "stderr.txt").read_text()
+    assert "rank1-0.part' cannot be written: File too large" in said and "Another rank could not go on" in said
+    assert real.run(out, limits={0: 1500}) == [1]
+    assert b"\n" in out.read_bytes() and real.expected.startswith(out.read_bytes())
+    assert real.run(out) == [0]
     assert_whole(out, real.expected)
 
 
@@ -820,7 +858,7 @@ def test_texts_that_ranks_left_behind_are_taken_over_and_not_made_again(
     assert_whole(tmp_path / "out.jsonl", expected)
 
 
-def test_sigterm_to_one_rank_ends_all_and_a_second_one_ends_at_once(real: RealJob, tmp_path: Path) -> None:
+def test_sigterm_to_any_rank_ends_all_of_them(real: RealJob, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     started = real.start(out, ranks=2)
     wait_for(lambda: whole_lines(out) >= 2)
@@ -829,17 +867,21 @@ def test_sigterm_to_one_rank_ends_all_and_a_second_one_ends_at_once(real: RealJo
         process.join(120)
     assert [process.exitcode for process in started] == [143, 0]
     assert real.expected.startswith(out.read_bytes()) and out.read_bytes().endswith(b"\n")
-
-    process = real.start(out)[0]
-    left = whole_lines(out)
-    wait_for(lambda: whole_lines(out) > left)
-    os.kill(process.pid, signal.SIGSTOP)  # so that both arrive within one text
-    os.kill(process.pid, signal.SIGTERM)
-    os.kill(process.pid, signal.SIGCONT)
-    process.join(120)
-    assert process.exitcode == 143
-    assert real.run(out) == 0
+    assert real.run(out) == [0]
     assert_whole(out, real.expected)
+
+
+def test_a_second_sigterm_ends_a_job_at_once(real: RealJob, tmp_path: Path) -> None:
+    lines = [{"prompt": "short"}, {"prompt": "long", "max_new_tokens": 1000, "min_new_tokens": 1000}]
+    out = tmp_path / "out.jsonl"
+    process = real.start(out, path=write_prompts(tmp_path, lines))[0]
+    wait_for(lambda: whole_lines(out) == 1)
+    os.kill(process.pid, signal.SIGTERM)
+    wait_for(lambda: "a second one ends at once" in (tmp_path / "stderr.txt").read_text())
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(120)
+    assert process.exitcode == -signal.SIGTERM  # which a shell calls 143
+    assert whole_lines(out) == 1
 
 
 def test_the_command_runs_a_job(pair: Pair, tmp_path: Path) -> None:

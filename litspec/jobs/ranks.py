@@ -54,28 +54,26 @@ class Team:
         """Asks all ranks to end after their present texts."""
         self._stopped = True
         if self.sharing:
-            with suppress(RuntimeError):  # there is nobody left to ask
-                self._tell("failed" if failed else "stopped", 1)
+            with suppress(LostRank):  # there is nobody left to ask
+                self._count("failed" if failed else "stopped", 1)
 
     @property
     def stopped(self) -> bool:
         """Whether a rank has asked for that."""
-        return self._stopped or (self.sharing and (self._told("stopped") or self.failed))
+        return self._stopped or (self.sharing and (self._count("stopped") > 0 or self.failed))
 
     @property
     def failed(self) -> bool:
         """Whether a rank has asked for that because it could not go on."""
-        return self.sharing and self._told("failed")
+        return self.sharing and self._count("failed") > 0
 
     def wait(self) -> None:
-        """Tells that this rank has ended. On the first rank waits until all have."""
+        """Tells that this rank has ended. On the first rank waits until all have.
+
+        Raises:
+            LostRank: A rank has died.
+        """
         self.placed.wait_for_all()
 
-    def _told(self, what: str) -> bool:
-        try:
-            return self._tell(what, 0) > 0
-        except RuntimeError as error:
-            raise LostRank.because(error) from error
-
-    def _tell(self, what: str, amount: int) -> int:
-        return self.placed.heartbeat._store.add(f"job/{self._job}/{what}", amount)
+    def _count(self, what: str, step: int = 0) -> int:
+        return self.placed.heartbeat.counter(f"job/{self._job}/{what}", step)

@@ -20,7 +20,7 @@ from litspec.jobs.progress import Interrupts, Meter
 from litspec.jobs.prompts import Prompts, Request
 from litspec.jobs.ranks import Team
 from litspec.llm import SpecLLM, text_seed
-from litspec.placement import process_rank
+from litspec.placement import LostRank, process_rank
 from litspec.rounds import TargetSession
 
 SOME_FAILED = 1
@@ -89,7 +89,10 @@ def run_job(
         job = team.agree(int(digest(dump(dict(sorted(wanted.items()))))[:15], 16))
         if not job:
             return 0
-        _work(llm, team, prompts, files, done, results, settings, job)
+        try:
+            _work(llm, team, prompts, files, done, results, settings, job)
+        except LostRank as error:
+            raise InputError(f"{error} The same command resumes the job.") from error
         if results is None:
             return 0
         if results.next == len(prompts):
@@ -161,6 +164,9 @@ def _work(
                 keep()
         except BaseException as error:
             team.stop(failed=not isinstance(error, KeyboardInterrupt))
+            if not team.leading:
+                with suppress(LostRank):
+                    team.wait()  # it only tells that this rank has ended
             raise
         finally:
             try:
