@@ -185,3 +185,13 @@ def test_two_texts_at_once_are_two_caches_over_one_model() -> None:
         for text, cache in zip(texts, caches):
             logits = model.verify(text[:, at : at + 4], torch.tensor([at]), cache)
             torch.testing.assert_close(logits, reference(text)[:, at : at + 4], atol=TOLERANCE, rtol=0)
+
+
+def test_a_cache_made_in_inference_mode_serves_outside_of_it() -> None:
+    model, (_, _, reference) = model_of("llama-2"), tiny("llama-2")
+    text = torch.randint(3, VOCAB, (1, 20), generator=torch.Generator().manual_seed(10))
+    with torch.inference_mode():
+        cache = model.make_cache(20)
+        model.prefill(text[:, :10], cache)
+    logits = model.verify(text[:, 10:], torch.tensor([10]), cache)
+    torch.testing.assert_close(logits, reference(text)[:, 10:], atol=TOLERANCE, rtol=0)

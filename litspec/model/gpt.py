@@ -69,6 +69,7 @@ class GPT(nn.Module):
 
     # ---- sessions ----
 
+    @torch.inference_mode(False)  # tensors born in inference mode could not be written to outside of it
     @torch.no_grad()
     def make_cache(
         self, max_seq_length: int, *, batch_size: int = 1, width: int = 8, powers_of_two: bool = False

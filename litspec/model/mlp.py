@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from litspec.model.attention import MAX_FOLDED_ROWS
 
-# PyTorch's CPU operators go through a tensor in vectors, up to 64 elements a step, and hand what is left over to a scalar
-# routine, whose exponential may differ in the last bit. Beyond so many elements (GELU; 32,768 for others) they also cut
-# the tensor into one piece per thread, each with its own left-overs.
+# PyTorch's CPU operators go through a tensor in vectors, up to 64 elements a step, and hand what is left over to a
+# scalar routine, whose exponential may differ in the last bit. Beyond so many elements (GELU; 32,768 for others) they
+# also cut the tensor into one piece per thread, each with its own left-overs.
 VECTOR_STEP = 64
 SINGLE_THREADED = 16384
 
