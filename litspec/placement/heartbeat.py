@@ -20,7 +20,7 @@ class LostRank(RuntimeError):
 
     @classmethod
     def because(cls, error: BaseException) -> LostRank:
-        why = " ".join(str(error).split())
+        why = " ".join(str(error).split()).split(". ")[0]  # the engine goes on to guess
         return cls(f"Another rank has ended or cannot be reached, so this one ends too ({why}).")
 
 
