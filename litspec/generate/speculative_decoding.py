@@ -20,7 +20,7 @@ import torch.nn as nn
 from litspec.decoding import decode
 from litspec.errors import InputError
 from litspec.model.attention import CausalSelfAttention, MultiheadLatentAttention
-from litspec.sampling import Greedy, Rejection, Sampling, concatenate
+from litspec.sampling import Greedy, Rejection, Sampling, Verified, concatenate
 from litspec.stopping import StopTokens, stop_sequences
 
 __all__ = ["generate", "next_token", "speculative_decoding"]
@@ -48,6 +48,10 @@ def _forward(model: nn.Module, tokens: torch.Tensor, input_pos: torch.Tensor, in
     logits = model(idx=tokens.view(1, -1), input_pos=input_pos, input_pos_maxp1=input_pos_maxp1)[0]
     _seen_vocab_sizes[model] = logits.size(-1)
     return logits
+
+
+def _plus(input_pos_maxp1: int | torch.Tensor | None, i: int) -> int | torch.Tensor | None:
+    return None if input_pos_maxp1 is None else input_pos_maxp1 + i
 
 
 class _NotFinite(InputError):
@@ -122,40 +126,58 @@ def speculative_decoding(
     token = token.view(1).to(torch.int64)
     input_pos = input_pos.view(1)
     if speculative_k > 0 and _vocab_size(target_model) is None:
-        # Only where there was no prefill through this module; the verification below overwrites what this one caches.
+        # Where there was no prefill through this module. Verification overwrites what this leaves in the cache.
         _forward(target_model, token, input_pos, input_pos_maxp1)
 
-    # Draft: k tokens, one by one. Ids that the target does not have are never proposed.
-    tokens, rows, draft_finite = [token], [], []
-    for i in range(speculative_k):
-        maxp1 = None if input_pos_maxp1 is None else input_pos_maxp1 + i
-        logits = _forward(draft_model, tokens[-1], input_pos + i, maxp1)[-1:, : _vocab_size(target_model)]
-        draft_finite.append(logits.amax().isfinite())
-        drafted, q = sampler.draw(logits, 0)
-        tokens.append(drafted)
-        rows.append(q)
-    block = torch.cat(tokens)
-
-    # Verify: k + 1 rows of the target in one pass.
-    positions = input_pos + torch.arange(speculative_k + 1, device=input_pos.device)
-    maxp1 = None if input_pos_maxp1 is None else input_pos_maxp1 + speculative_k
-    logits = _forward(target_model, block, positions, maxp1)
-
-    # Accept.
-    q = concatenate(rows) if rows and rows[0] is not None else None
-    verified = sampler.verify(logits, 0, block[1:], q)
-
+    proposal, verified, logits, draft_finite = _round(
+        draft_model, target_model, token, input_pos, input_pos_maxp1, speculative_k, sampler
+    )
     # One read: how many tokens to return, and whether all was well.
-    accepted, target_ok, *draft_ok = torch.stack((verified.accepted, verified.finite, *draft_finite)).tolist()
+    outcome = torch.cat((verified.accepted.view(1), verified.finite.view(1), draft_finite))
+    accepted, target_ok, *draft_ok = outcome.tolist()
     if not all(draft_ok):
-        raise _NotFinite("draft", int(input_pos) + draft_ok.index(False))
+        raise _NotFinite("draft", int(input_pos) + draft_ok.index(0))
     if not target_ok:
         raise _NotFinite("target", int(input_pos) + logits.amax(-1).isfinite().tolist().index(False))
     if accepted == speculative_k > 0:
         # The draft has not seen its own last proposal, and the next call will not bring it.
-        maxp1 = None if input_pos_maxp1 is None else input_pos_maxp1 + speculative_k
-        _forward(draft_model, block[-1], input_pos + speculative_k, maxp1)
+        _forward(draft_model, proposal[-1], input_pos + speculative_k, _plus(input_pos_maxp1, speculative_k))
     return verified.tokens[: accepted + 1]
+
+
+def _round(
+    draft_model: nn.Module,
+    target_model: nn.Module,
+    token: torch.Tensor,
+    input_pos: torch.Tensor,
+    input_pos_maxp1: int | torch.Tensor | None,
+    k: int,
+    sampler: Greedy | Rejection,
+) -> tuple[torch.Tensor, Verified, torch.Tensor, torch.Tensor]:
+    """Draft, verify, accept, without a read to the host.
+
+    Returns:
+        The proposal, (k,); its verification; the target's logits, (k + 1, V); which of the draft's were numbers, (k,).
+    """
+    # Draft: k tokens, one by one. Ids that the target does not have are never proposed.
+    vocab_size = _vocab_size(target_model)
+    proposal, rows, finite = token[:0], [], []
+    drafted = token
+    for i in range(k):
+        logits = _forward(draft_model, drafted, input_pos + i, _plus(input_pos_maxp1, i))[-1:, :vocab_size]
+        drafted, q = sampler.draw(logits, 0)
+        proposal = torch.cat((proposal, drafted))
+        rows.append(q)
+        finite.append(logits.amax(-1))
+    q = None if not rows or rows[0] is None else concatenate(rows)
+
+    # Verify: k + 1 rows of the target in one pass.
+    positions = input_pos + torch.arange(k + 1, device=input_pos.device)
+    logits = _forward(target_model, torch.cat((token, proposal)), positions, _plus(input_pos_maxp1, k))
+
+    # Accept.
+    verified = sampler.verify(logits, 0, proposal, q)
+    return proposal, verified, logits, torch.cat((*finite, logits.new_empty(0))).isfinite()
 
 
 def _check_can_verify(model: nn.Module, name: str) -> None:
