@@ -421,6 +421,7 @@ class SpecLLM:
             yield released
         stats = make_stats(
             blocks,
+            new_tokens=len(token_ids),
             prefill_seconds=first - began,
             decode_seconds=ended - first,
             draft_seconds=rounds.draft_seconds,

@@ -67,18 +67,26 @@ class Stats:
         )
 
 
-def make_stats(blocks: list[Block], *, prefill_seconds: float, decode_seconds: float, **seconds: float) -> Stats:
+def make_stats(
+    blocks: list[Block],
+    *,
+    prefill_seconds: float,
+    decode_seconds: float,
+    new_tokens: int | None = None,
+    **seconds: float,
+) -> Stats:
     """Sums up the blocks of one text.
 
     Args:
         blocks: As `decoding.decode` gave them, the prefill's first.
+        new_tokens: Tokens of the completion, where it ends before the last block does; None for those of all blocks.
         prefill_seconds: See `Stats`.
         decode_seconds: See `Stats`.
         seconds: `draft_seconds` and `verify_seconds`.
     """
     rounds = blocks[1:]
     stats = Stats(prefill_seconds=prefill_seconds, decode_seconds=decode_seconds, **seconds)
-    stats.new_tokens = sum(len(block.tokens) for block in blocks)
+    stats.new_tokens = sum(len(block.tokens) for block in blocks) if new_tokens is None else new_tokens
     stats.rounds = len(rounds)
     stats.proposed = sum(block.proposed for block in rounds)
     stats.accepted = sum(block.accepted for block in rounds)

@@ -420,6 +420,15 @@ def test_the_text_ends_before_the_earliest_stop_string(chain: Chain, stop: list[
         assert "".join(piece.text for piece in stream.completion.pieces) == text
 
 
+def test_a_stop_in_what_an_unfinished_character_decodes_to_is_found(chain: Chain) -> None:
+    settings = dict(max_new_tokens=5, temperature=0, stop="\ufffd")
+    for k in (7, 0):
+        out = chain.llm.generate(chain.prompt, speculative_k=k, **settings)
+        assert chain.text(5).endswith("\ufffd") and out.text == chain.text(5).rstrip("\ufffd")
+        assert (out.token_ids, out.finish_reason) == (chain.shortest(out.text), "stop")
+        assert len(out.drafted) == out.stats.new_tokens == len(out.token_ids)
+
+
 def test_what_may_become_a_stop_is_held_back_until_it_fails(chain: Chain) -> None:
     stop = "llama 🦙 eats hay"
     shown = ""
