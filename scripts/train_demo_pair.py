@@ -39,6 +39,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 EOS = "<|endoftext|>"
+ARGMAX_WEIGHT = 0.1  # in the draft's loss, for greedy decoding: there only the first choice counts
 console = Console(stderr=True)
 
 
@@ -54,7 +55,7 @@ class Recipe:
     target_steps: int = 1800
     target_batch: int = 8
     target_lr: float = 3e-3
-    draft_steps: int = 1500
+    draft_steps: int = 2000
     draft_batch: int = 16
     draft_lr: float = 3e-3
     window: int = 256
@@ -291,11 +292,12 @@ def own_texts(target: GPT, tokens: Tensor, recipe: Recipe, *, seed: int) -> Tens
     device = next(target.parameters()).device
     prompts = windows(tokens, recipe.own_prompt, recipe.own_batch, generator)
     batches, greedy = [], torch.arange(recipe.own_batch, device=device).unsqueeze(1) % 3 == 0
+    rounds = math.ceil(recipe.own_texts / recipe.own_batch)
     target.max_seq_length = recipe.own_length
     target.set_kv_cache(recipe.own_batch, device=device, dtype=next(target.parameters()).dtype)
     with Progress(TextColumn("the target writes"), BarColumn(), TimeRemainingColumn(), console=console) as bar:
-        task = bar.add_task("", total=math.ceil(recipe.own_texts / recipe.own_batch) * recipe.own_length)
-        for _ in range(math.ceil(recipe.own_texts / recipe.own_batch)):
+        task = bar.add_task("", total=rounds * (recipe.own_length - recipe.own_prompt))
+        for _ in range(rounds):
             text = fed = next(prompts).to(device)
             while text.size(1) < recipe.own_length:
                 positions = torch.arange(text.size(1) - fed.size(1), text.size(1), device=device)
@@ -313,7 +315,7 @@ def own_texts(target: GPT, tokens: Tensor, recipe: Recipe, *, seed: int) -> Tens
 
 
 def distillation_loss(logits: Tensor, teacher_logits: Tensor, temperature: float, share: Tensor) -> Tensor:
-    """`(1 - share) * KL(p || q) + share * TV(p, q)` at `temperature`, plus 0.1 of cross-entropy on the target's argmax.
+    """`(1 - share) * KL(p || q) + share * TV(p, q)` at `temperature`, plus cross-entropy on the target's argmax.
 
     Args:
         logits: The draft's, shape `(N, V)`.
@@ -327,7 +329,7 @@ def distillation_loss(logits: Tensor, teacher_logits: Tensor, temperature: float
     divergence = (p * (log_p - log_q)).sum(-1).mean()
     variation = 0.5 * (p - log_q.exp()).abs().sum(-1).mean()
     best = F.nll_loss(log_q, log_p.argmax(-1))
-    return (1 - share) * divergence + share * variation + 0.1 * best
+    return (1 - share) * divergence + share * variation + ARGMAX_WEIGHT * best
 
 
 def train_draft(
@@ -529,6 +531,7 @@ def measure(
     target_ms, draft_ms = step_milliseconds([target, draft])
     quarter = target.config.block_size // 4
     return {
+        "prompts": prompts,
         "acceptance_greedy_24": greedy_accepted / greedy_proposed,
         f"acceptance_{temperature}": accepted / proposed,
         f"tokens_per_round_{temperature}": (accepted + all_rounds) / all_rounds,
@@ -562,6 +565,7 @@ def main(
     fast: bool = False,
     reuse_target: bool = False,
     evaluate: bool = False,
+    prompts: int = 20,
     compile: bool = False,
     accelerator: str = "auto",
 ) -> None:
@@ -576,7 +580,9 @@ def main(
         seed: Same seed, machine and settings: same weights.
         fast: Tiny models and a few steps, to see that everything runs. The text will be noise.
         reuse_target: Keep the target and tokenizer that are in `out_dir` and train only the draft.
-        evaluate: Train nothing, measure the pair in `out_dir`.
+        evaluate: Train nothing, measure the pair in `out_dir` and print the figures as JSON.
+        prompts: How many held-out prompts to measure on. Acceptance varies from prompt to prompt: on 20 of them the
+            greedy figure is good to about 0.04, on 200 to about 0.01.
         compile: Use `torch.compile`; on a CPU it needs a C++ compiler and saves about a quarter of the time.
         accelerator: Lightning Fabric's: auto, cpu or gpu. Precision is bf16-mixed on both.
     """
@@ -589,7 +595,8 @@ def main(
     texts, held_out = read_texts(data_dir, holdout)
     target_dir, draft_dir = out_dir / "target", out_dir / "draft"
     if evaluate:
-        print(json.dumps(measure(target_dir, draft_dir, held_out, seed=seed), indent=2, ensure_ascii=False))
+        figures = measure(target_dir, draft_dir, held_out, prompts=prompts, seed=seed)
+        print(json.dumps(figures, indent=2, ensure_ascii=False))
         return
     start = time.perf_counter()
     fabric = Fabric(accelerator=accelerator, devices=1, precision="bf16-mixed")
