@@ -45,7 +45,7 @@ def build_parser() -> ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs the command line and exits: 0, 2 for input that cannot be used, 130 after Ctrl-C."""
+    """Runs the command line and exits: 0, 2 for input that cannot be used, 1 where another rank died, 130 after Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
     # jsonargparse writes "append to a list" with a plus.
     argv = ["--stop+" + arg[6:] if arg.split("=")[0] == "--stop" else arg for arg in argv]
@@ -64,11 +64,12 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         code = 0
     except Exception as error:
         from litspec.errors import InputError
+        from litspec.placement import LostRank
 
-        if not isinstance(error, InputError):
+        if not isinstance(error, (InputError, LostRank)):
             raise
         print(f"litspec: {error}", file=sys.stderr)
-        code = 2
+        code = 2 if isinstance(error, InputError) else 1
     sys.exit(code)
 
 

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from litspec.types import DrafterName, DraftPlacementName, PlacementName, Precision, Quantize, SamplerName
-
-if TYPE_CHECKING:
-    from litspec.llm import SpecLLM
-    from litspec.report import TerminalTint
 
 
 def generate(
@@ -134,6 +130,11 @@ def generate(
 
         return run_job(prompts_file, out_file, load=load, num_samples=num_samples, **settings)
     llm = SpecLLM.load(**load)
+    if not llm.placed.is_rank_zero:
+        # The other ranks compute along; the first one speaks.
+        for index in range(num_samples):
+            llm.generate(prompt, index=index, **settings)
+        return 0
     log(llm.describe())
     tint = TerminalTint(sys.stdout) if show_acceptance and output_format == "text" else None
     if tint is not None and tint.enabled:
@@ -148,9 +149,7 @@ def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _sample(
-    llm: SpecLLM, prompt: str, include_prompt: bool, output_format: str, tint: TerminalTint | None, **settings: Any
-) -> None:
+def _sample(llm: Any, prompt: str, include_prompt: bool, output_format: str, tint: Any, **settings: Any) -> None:
     """Prints one text and what it cost."""
     stream = llm.generate(prompt, stream=True, **settings)
     as_text = output_format == "text"

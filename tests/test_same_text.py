@@ -1,0 +1,97 @@
+"""The headline: speculation changes the speed, never the text. On the embedded pair, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from litspec import SpecLLM
+from litspec.rounds import TargetSession
+
+# Openings of held-out chapters, of several lengths.
+PROMPTS = [
+    "Sir Walter Elliot, of Kellynch Hall, in Somersetshire, was a man who, for his own amusement,",
+    "Anne had been too little from home, too little seen.",
+    "He was a very fine young man,",
+    "It was",
+    "Captain Wentworth had no fortune. He had been lucky in his profession; but spending freely,",
+    "Mrs. Clay",
+    "The Musgroves, like their houses, were in a state of alteration, perhaps of improvement.",
+    "She had been forced into prudence in her youth,",
+    "To Lyme they were to go--Charles, Mary, Anne, Henrietta, Louisa, and Captain Wentworth.",
+    "A letter",
+    "There was too much wind to make the high part of the new Cobb pleasant for the ladies,",
+    "one two three one two three one two three one two",
+    "\n\nChapter 12\n\n",
+    "Lady Russell, then, was perfectly satisfied. She",
+    "Oh!",
+    "They were come too late in the year for any amusement or variety which Lyme, as a public place, might offer.",
+    "I can listen no longer in silence. I must speak to you by such means as are within my reach.",
+    "Mr. Elliot was rational, discreet, polished, but he was not open.",
+    "Who can be in doubt of what followed?",
+    "When any two young people take it into their heads to marry,",
+]
+TOKENS = 200
+COUPLED = {"temperature": 0.8, "top_k": 50, "sampler": "coupled", "seed": 11}
+
+
+@pytest.fixture(scope="module", params=["32-true", "bf16-true"])
+def llm(request: pytest.FixtureRequest) -> SpecLLM:
+    return SpecLLM.load(precision=request.param, accelerator="cpu")
+
+
+def token_ids(llm: SpecLLM, drafter: str, **settings: object) -> list[list[int]]:
+    with_drafter = llm.with_drafter(drafter)
+    texts = [with_drafter.generate(p, max_new_tokens=TOKENS, index=i, **settings) for i, p in enumerate(PROMPTS)]
+    assert drafter == "none" or sum(text.stats.accepted for text in texts) > 0
+    return [text.token_ids for text in texts]
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.0}, COUPLED], ids=["greedy", "coupled"])
+def test_no_drafter_and_every_drafter_at_every_k_give_the_same_tokens(llm: SpecLLM, settings: dict) -> None:
+    alone = token_ids(llm, "none", **settings)
+    assert len(PROMPTS) == 20 and sum(map(len, alone)) > 0.8 * 20 * TOKENS
+    for k in range(1, llm.verify_width):
+        assert token_ids(llm, "draft_model", speculative_k=k, **settings) == alone, f"draft_model at k = {k}"
+    assert token_ids(llm, "draft_model", **settings) == alone
+    assert token_ids(llm, "prompt_lookup", **settings) == alone
+    assert token_ids(llm, "early_exit", speculative_k=4, **settings) == alone
+
+
+def test_rejection_repeats_with_its_seed_and_a_further_prompt_changes_no_other(llm: SpecLLM) -> None:
+    settings = {"temperature": 0.8, "top_k": 50, "seed": 5, "max_new_tokens": 40}
+    both = llm.generate(PROMPTS[:2], **settings)
+    three = llm.generate([*PROMPTS[:2], PROMPTS[2]], **settings)
+    assert [text.token_ids for text in both] == [text.token_ids for text in three[:2]]
+    assert llm.generate(PROMPTS[1], index=1, **settings).token_ids == both[1].token_ids
+    other = llm.generate(PROMPTS[:2], **settings | {"seed": 6})
+    assert [text.token_ids for text in other] != [text.token_ids for text in both]
+
+
+@torch.inference_mode()
+def test_the_guarantee_rests_on_one_width_and_on_buckets() -> None:
+    """Without them bf16 logits differ: with as many rows as there are proposals, and with exact K/V lengths."""
+    llm = SpecLLM.load(precision="bf16-true", accelerator="cpu")
+    ids = llm.codec.encode(PROMPTS[0]).tolist()
+    tokens = ids + llm.with_drafter("none").generate(PROMPTS[0], max_new_tokens=TOKENS, temperature=0.0).token_ids
+    model, width = llm.placed.model, llm.verify_width
+    by_width, by_length = 0, 0
+    for position in range(len(ids), len(tokens) - width, 9):
+        session = TargetSession(llm.placed, len(tokens))
+        session.prefill(tokens[:position])
+        input_pos = torch.tensor([position])
+        block = torch.tensor([tokens[position : position + width]])
+
+        def first_row(rows: int, kv_length: int, block=block, input_pos=input_pos, session=session) -> torch.Tensor:
+            return model.verify(block[:, :rows], input_pos, session.cache, kv_length=kv_length)[0, 0]
+
+        bucket = session.cache.bucket(position + width)
+        guaranteed = first_row(width, bucket)
+        # What is guaranteed: the row does not see who stands beside it.
+        junk = block.clone()
+        junk[0, 1:] = 7
+        assert torch.equal(model.verify(junk, input_pos, session.cache, kv_length=bucket)[0, 0], guaranteed)
+        by_width += not torch.equal(first_row(1, bucket), guaranteed)
+        by_length += not torch.equal(first_row(width, position + width), guaranteed)
+    assert by_width > 0, "the width made no difference on this machine"
+    assert by_length > 0, "the K/V length made no difference on this machine"
