@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -331,8 +331,8 @@ def gumbel_noise(seed: int, positions: torch.Tensor, ids: torch.Tensor) -> torch
         (R, K) float32; the same number for the same seed, position and id, wherever in a block it is asked for.
     """
     # The seed is scrambled before a position meets it: seeds 0 and 1 must not share their noise at neighbouring
-    # positions. Two keys a position, since of one key of 32 bits two positions of a long text would have the same noise,
-    # shifted by a few ids. The constants keep zeros apart, which the hash leaves zero.
+    # positions. Two keys a position, since of one key of 32 bits two positions of a long text would have the same
+    # noise, shifted by a few ids. The constants keep zeros apart, which the hash leaves zero.
     low, high = seed & _MASK, seed >> 32 & _MASK
     key = _hash(positions ^ _hash(_hash(low ^ 0x9E3779B9) ^ high)).unsqueeze(1)
     other = _hash(_hash(key ^ 0x85EBCA6B) ^ low)
