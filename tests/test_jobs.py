@@ -113,6 +113,10 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def whole_lines(out: Path) -> int:
+    return out.read_bytes().count(b"\n") if out.exists() else 0
+
+
 def stats_of(out: Path) -> Path:
     return out.with_name(out.name + ".stats.jsonl")
 
@@ -199,44 +203,81 @@ def test_a_job_that_ended_at_any_call_is_resumed_to_the_same_file(
     job: Callable[..., int], quick: Quick, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_samples: int
 ) -> None:
     monkeypatch.setattr(files, "SYNC_SECONDS", 0)  # so that forcing lines to the disk has its points too
-    expected = undisturbed(job, tmp_path, num_samples=num_samples)
-    n = points(job, monkeypatch, num_samples=num_samples)
-    assert n > 4 * 5 * num_samples
+    texts = 2 * num_samples
+    settings = {"prompts_file": write_prompts(tmp_path, ["one", "two"], "in.txt"), "num_samples": num_samples}
+    expected = undisturbed(job, tmp_path, **settings)
+    n = points(job, monkeypatch, **settings)
+    assert n > 4 * texts
     for point in range(1, n + 1):
         quick.calls.clear()
         out = tmp_path / f"{point}.jsonl"
         with monkeypatch.context() as patch:
             patch.setattr(disk, "os", MortalOS(point, Dead()))
             with pytest.raises(Dead):
-                job(out, num_samples=num_samples)
-        whole = out.read_bytes().count(b"\n") if out.exists() else 0
+                job(out, **settings)
+        whole = whole_lines(out)
         made = len(quick.calls)
         assert made - 1 <= whole <= made
-        assert job(out, num_samples=num_samples) == 0
+        assert job(out, **settings) == 0
         assert_whole(out, expected)
-        assert len(quick.calls) == made + 5 * num_samples - whole  # what was finished was not made again
+        assert all("new_tokens" in line for line in read(stats_of(out)))
+        assert len(quick.calls) == made + texts - whole  # what was finished was not made again
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="only Linux tells the path of an open file")
+def test_what_is_written_is_forced_to_the_disk_in_time(
+    job: Callable[..., int], quick: Quick, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[tuple[str, str]] = []
+
+    class Recording(MortalOS):
+        def __getattr__(self, name: str) -> Any:
+            call = getattr(os, name)
+
+            def recorded(*args: Any) -> Any:
+                path = os.readlink(f"/proc/self/fd/{args[0]}") if isinstance(args[0], int) else str(args[0])
+                events.append((name, Path(path).name))
+                return call(*args)
+
+            return recorded if name in ("write", "fsync", "replace") else call
+
+    monkeypatch.setattr(disk, "os", Recording(0, Dead()))
+    job()
+    last = {event: number for number, event in enumerate(events)}
+    first = {event: number for number, event in reversed(list(enumerate(events)))}
+    described, renamed = "out.jsonl.job.json.tmp", last["replace", "out.jsonl.job.json.tmp"]
+    assert last["write", described] < first["fsync", described] < renamed
+    assert ("fsync", tmp_path.name) in events[renamed : first["write", "out.jsonl"]]
+    for name in ("out.jsonl", "out.jsonl.stats.jsonl"):
+        assert last["write", name] < last["fsync", name]
+    assert events.count(("fsync", "out.jsonl")) == 1  # five quick texts are no reason for five times
+    monkeypatch.setattr(files, "SYNC_SECONDS", 0)
+    events.clear()
+    job("slow.jsonl")
+    assert events.count(("fsync", "slow.jsonl")) == 6
 
 
 def test_a_full_disk_ends_a_job_with_a_sentence_and_without_a_torn_line(
     job: Callable[..., int], quick: Quick, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = undisturbed(job, tmp_path)
+    settings = {"prompts_file": write_prompts(tmp_path, ["one", "two", "three"], "in.txt")}
+    expected = undisturbed(job, tmp_path, **settings)
     full = OSError(errno.ENOSPC, "No space left on device")
     refused = 0
-    for point in range(1, points(job, monkeypatch) + 1):
+    for point in range(1, points(job, monkeypatch, **settings) + 1):
         out = tmp_path / f"{point}.jsonl"
         with monkeypatch.context() as patch:
             patch.setattr(disk, "os", MortalOS(point, full, once=True))
             try:
-                job(out)
+                job(out, **settings)
             except InputError as error:
                 assert "no room" in str(error) and f"{point}.jsonl" in str(error) and "same command" in str(error)
                 refused += 1
         assert not out.exists() or expected.startswith(out.read_bytes())
         assert not out.exists() or out.read_bytes().endswith(b"\n") or out.stat().st_size == 0
-        assert job(out) == 0
+        assert job(out, **settings) == 0
         assert_whole(out, expected)
-    assert refused >= 2 * 5  # all but the note in the lock file
+    assert refused >= 2 * 3  # all but the note in the lock file
 
 
 @pytest.mark.parametrize("tail", [b'{"id": "p2", "prom', b"{", b"\0" * 300, b"\0\n\0\n", "é".encode()[:1]])
@@ -738,10 +779,6 @@ def real(processes: Any, pair: Pair, llm: SpecLLM, tmp_path_factory: pytest.Temp
         records.append(record | {"finish_reason": completion.finish_reason})
     expected = b"".join(disk.as_line(json.dumps(record, ensure_ascii=False)) for record in records)
     return RealJob(processes, pair, path, expected, settings)
-
-
-def whole_lines(out: Path) -> int:
-    return out.read_bytes().count(b"\n") if out.exists() else 0
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:

@@ -48,7 +48,8 @@ class Meter:
         if self._bar is not None:
             self._bar.stop()
         if self._shown:
-            log(self._line())
+            complete = self._before + self._made == self._total
+            log(self._line() if complete else f"{self._line()}; the same command resumes the job")
 
     def add(self, stats: Mapping[str, Any]) -> None:
         """Counts a text by its line in the stats file."""
