@@ -45,8 +45,8 @@ def build_parser() -> ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs the command line and exits: 0, 2 for input that cannot be used, 1 where another rank died, 130 after
-    Ctrl-C.""" argv = list(sys.argv[1:] if argv is None else argv)
+    """Runs the command line and exits: 0, 2 for input that cannot be used, 1 for a lost rank, 130 after Ctrl-C."""
+    argv = list(sys.argv[1:] if argv is None else argv)
     # jsonargparse writes "append to a list" with a plus.
     argv = ["--stop+" + arg[6:] if arg.split("=")[0] == "--stop" else arg for arg in argv]
     try:
