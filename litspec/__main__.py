@@ -40,6 +40,9 @@ def build_parser() -> ArgumentParser:
         command = Parser(description=function.__doc__.split("Args:")[0].strip())
         command.add_argument("--config", action="config", help="YAML file with values for the flags below.")
         command.add_function_arguments(function)
+        for action in command._actions:
+            if isinstance(action.default, bool):
+                action.nargs, action.const = "?", True  # the flag alone means true
         subcommands.add_subcommand(name, command, help=summary)
     return parser
 

@@ -272,7 +272,7 @@ def test_the_command_tints_in_a_terminal_and_explains_the_colours(
     assert piped == plain and DRAFTED not in said
     monkeypatch.setattr(sys, "stdout", terminal)
     with pytest.raises(SystemExit):
-        main([*command, "--show_acceptance", "true"])
+        main([*command, "--show_acceptance"])
     monkeypatch.undo()
     _, said = capsys.readouterr()
     assert "\x1b[35m" in terminal.getvalue()
