@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from litspec.errors import InputError
 from litspec.model.attention import CausalSelfAttention, MultiheadLatentAttention, build_norm
-from litspec.model.kv_cache import KVCache, Rope, Step
+from litspec.model.kv_cache import KVCache, Rope, Step, kv_bucket
 from litspec.model.mlp import build_mlp
 
 
@@ -86,8 +86,7 @@ class GPT(nn.Module):
             InputError: `max_seq_length` exceeds the context length of the model.
         """
         self._check_length(max_seq_length)
-        size = -(-(max_seq_length + width) // 64) * 64
-        size = size if size <= 512 else -(-size // 512) * 512
+        size = kv_bucket(max_seq_length + width)
         k, v = [], []
         for block in self.transformer.h:
             # Layers may lie on several devices, and their weights may be quantized; the embedding never is.
