@@ -161,7 +161,8 @@ class Sampler:
             position: Where the token will stand.
 
         Returns:
-            The token, (1,) int64, and the distribution it was drawn from, None where nothing was drawn.
+            The token, (1,) int64, and the distribution to report with it, the one it was drawn from; None where
+            `verify` of the same sampler asks for none.
         """
         raise NotImplementedError
 

@@ -165,7 +165,9 @@ class StopStrings:
         """
         before = len(self._detokenizer.text)
         self._detokenizer.flush()
-        return self._detokenizer.tokens_for(self.safe_chars) if self._find(before) else None
+        if self._seen <= self._ignore_first or not self._find(before):
+            return None
+        return self._detokenizer.tokens_for(self.safe_chars)
 
     def _find(self, before: int) -> bool:
         """Looks for a stop that ends behind the first `before` characters."""

@@ -218,6 +218,19 @@ def test_one_token_of_room_needs_no_round() -> None:
     assert script.asked == []
 
 
+def test_a_round_that_brings_more_than_there_is_room_for_is_cut() -> None:
+    # As with a replaced `speculative_decoding` that does not look at k.
+    blocks = decode(
+        lambda: [1],
+        lambda token, input_pos, k: torch.tensor([2, 3, 4, 5]),
+        prompt_size=PROMPT_SIZE,
+        max_returned_tokens=PROMPT_SIZE + 7,
+        speculative_k=2,
+        stop=StopTokens(),
+    )
+    assert text(list(blocks)) == [1, 2, 3, 4, 5, 2, 3]
+
+
 def test_blocks_are_yielded_before_the_next_round_begins() -> None:
     script = Script(stream=list(range(10)), accepts=[1])
     blocks = script.decode(8, 1)

@@ -116,9 +116,11 @@ class Bytes:
     def __init__(self, vocabulary: Sequence[bytes]) -> None:
         self._vocabulary = vocabulary
         self._tokens: list[int] = []
+        self._final = False
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return codecs.getincrementaldecoder("utf-8")().decode(b"".join(self._vocabulary[i] for i in ids))
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        return decoder.decode(b"".join(self._vocabulary[i] for i in ids), self._final)
 
     @property
     def text(self) -> str:
@@ -127,6 +129,11 @@ class Bytes:
     def push(self, ids: Sequence[int]) -> str:
         before = len(self.text)
         self._tokens += ids
+        return self.text[before:]
+
+    def flush(self) -> str:
+        before = len(self.text)
+        self._final = True
         return self.text[before:]
 
     def tokens_for(self, char_count: int) -> int:
@@ -236,6 +243,39 @@ def test_one_stop_string_ends_the_text_where_str_find_finds_it(stream: list[int]
     assert matcher.found == (at >= 0)
     if at >= 0:
         assert detokenizer.text[: matcher.safe_chars] == whole[:at]
+
+
+class AtTheEnd(Bytes):
+    """A detokenizer that is sure of nothing before the end, as with decoders that look at all tokens at once."""
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return super()._decode(ids) if self._final else ""
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(tokenised(), strings, st.integers(0, 30), ignored, st.sampled_from([Bytes, AtTheEnd]))
+def test_at_the_end_stop_strings_are_found_in_what_was_held_back(
+    stream: list[int], strings: list[str], cut: int, ignore_first: int, kind: type[Bytes]
+) -> None:
+    # Cut anywhere, perhaps in the middle of a character, which is then U+FFFD.
+    stream, strings = stream[:cut], [*strings, "\ufffd"]
+    matcher = StopStrings(strings, detokenizer := kind(VOCABULARY), ignore_first)
+    if matcher.push(stream).end is not None:
+        return
+    whole = kind(VOCABULARY)
+    floor = len(whole._decode(stream[:ignore_first]))
+    whole._final = True
+    text = whole._decode(stream)
+    # What was released before holds no stop, so one that is there ends in what is new.
+    starts = [at for at in range(floor, len(text)) if any(text.startswith(s, at) for s in strings)]
+    if not starts or len(stream) <= ignore_first:
+        assert matcher.finish() is None
+        assert not matcher.found
+    else:
+        whole._tokens = stream
+        assert matcher.finish() == whole.tokens_for(min(starts))
+        assert matcher.safe_chars == min(starts)
+        assert detokenizer.text[: matcher.safe_chars] == text[: min(starts)]
 
 
 def test_a_token_that_holds_the_end_of_the_text_and_the_beginning_of_a_stop_stays() -> None:
