@@ -106,7 +106,9 @@ class DraftModelSession:
         """Notes tokens. The first call after a proposal tells its outcome: accepted ones, then one of the target's."""
         if not self._tokens:
             self._prompt_size = len(tokens)
-        self._tokens += tokens
+        # Ids that only the target has stand for nothing in the draft's embedding; any other will do.
+        size = self._drafter.model.config.padded_vocab_size
+        self._tokens += [token if token < size else 0 for token in tokens]
         # Of the last proposal those stay that were told again, without the target's own token behind them.
         self._filled += min(len(tokens) - 1, self._drafted)
         self._drafted = 0

@@ -73,8 +73,8 @@ class Acceptance:
 
     # Before anything is known: hopeful, but one refusal weighs more.
     PRIOR, PRIOR_WEIGHT = 0.8, 1.0
-    # Weight that a count keeps from one round to the next; a round's influence lasts some 30 rounds.
-    KEEP = 0.97
+    # Weight that a count keeps from one round to the next; a round's influence lasts some 50 rounds.
+    KEEP = 0.98
     # So many counts at one position weigh as much as what is known of all positions together.
     SHARED_WEIGHT = 8.0
 
