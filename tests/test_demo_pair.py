@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import lzma
 import math
 import random
@@ -148,9 +149,11 @@ def held_out_tokens() -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def prompts(held_out_tokens: torch.Tensor) -> list[torch.Tensor]:
-    """Pieces of 64 tokens."""
-    return list(held_out_tokens[: 64 * 16].split(64))
+def prompts() -> list[torch.Tensor]:
+    """Twenty pieces of 64 tokens, evenly spread over the novel that the pair was not trained on."""
+    texts = json.loads((Path(__file__).parent / "held_out_prompts.json").read_text(encoding="utf-8"))
+    tokenizer = litgpt.tokenizer.Tokenizer(DEMO_TARGET)
+    return [tokenizer.encode(text) for text in texts]
 
 
 @pytest.fixture(scope="module")
@@ -251,8 +254,8 @@ def test_the_draft_foresees_the_greedy_target_and_the_text_is_the_targets(
             # LitGPT takes the logits' argmax at temperature 0 only where top_p is above 0.
             alone = litgpt_generate(pair[1], prompt, len(prompt) + 24, temperature=0.0, top_p=1.0)
             assert tokens.tolist() == alone.tolist()
-    # 20 prompts spread over the novel: 0.67; 200 of them: 0.60; these sixteen, all of one chapter: 0.58.
-    assert statistics.mean(rates) >= 0.55
+    # Acceptance varies with the prompt: over 200 of them, instead of these 20, it is 0.60.
+    assert len(rates) == 20 and statistics.mean(rates) >= 0.60
 
 
 def test_the_draft_foresees_the_sampled_target_and_the_text_does_not_loop(

@@ -40,22 +40,27 @@ def llm(request: pytest.FixtureRequest) -> SpecLLM:
     return SpecLLM.load(precision=request.param, accelerator="cpu")
 
 
-def token_ids(llm: SpecLLM, drafter: str, **settings: object) -> list[list[int]]:
+def token_ids(llm: SpecLLM, drafter: str, prompts: list[str] = PROMPTS, **settings: object) -> list[list[int]]:
     with_drafter = llm.with_drafter(drafter)
-    texts = [with_drafter.generate(p, max_new_tokens=TOKENS, index=i, **settings) for i, p in enumerate(PROMPTS)]
+    texts = with_drafter.generate(prompts, max_new_tokens=TOKENS, **settings)
     assert drafter == "none" or sum(text.stats.accepted for text in texts) > 0
     return [text.token_ids for text in texts]
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 0.0}, COUPLED], ids=["greedy", "coupled"])
-def test_no_drafter_and_every_drafter_at_every_k_give_the_same_tokens(llm: SpecLLM, settings: dict) -> None:
-    alone = token_ids(llm, "none", **settings)
+def test_greedy_no_drafter_and_every_drafter_at_every_k_give_the_same_tokens(llm: SpecLLM) -> None:
+    alone = token_ids(llm, "none", temperature=0.0)
     assert len(PROMPTS) == 20 and sum(map(len, alone)) > 0.8 * 20 * TOKENS
     for k in range(1, llm.verify_width):
-        assert token_ids(llm, "draft_model", speculative_k=k, **settings) == alone, f"draft_model at k = {k}"
-    assert token_ids(llm, "draft_model", **settings) == alone
-    assert token_ids(llm, "prompt_lookup", **settings) == alone
-    assert token_ids(llm, "early_exit", speculative_k=4, **settings) == alone
+        assert token_ids(llm, "draft_model", temperature=0.0, speculative_k=k) == alone, f"draft_model at k = {k}"
+    assert token_ids(llm, "prompt_lookup", temperature=0.0) == alone
+    assert token_ids(llm, "early_exit", temperature=0.0, speculative_k=4) == alone
+
+
+def test_coupled_no_drafter_and_every_drafter_at_every_k_give_the_same_tokens(llm: SpecLLM) -> None:
+    alone = token_ids(llm, "none", PROMPTS[:4], **COUPLED)
+    for k in (*range(1, llm.verify_width), "auto"):
+        assert token_ids(llm, "draft_model", PROMPTS[:4], speculative_k=k, **COUPLED) == alone, f"draft_model, k = {k}"
+    assert token_ids(llm, "prompt_lookup", PROMPTS[:4], **COUPLED) == alone
 
 
 def test_rejection_repeats_with_its_seed_and_a_further_prompt_changes_no_other(llm: SpecLLM) -> None:
