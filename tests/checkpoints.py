@@ -56,6 +56,12 @@ def random_weights(config: Config, *, seed: int = 0, dtype: torch.dtype = torch.
         return {name: tensor.to(dtype) for name, tensor in litgpt.model.GPT(config).state_dict().items()}
 
 
+def lively_weights(config: Config, *, seed: int = 0) -> dict[str, Tensor]:
+    """`random_weights` with heavier layers, so that greedy texts do not soon run in circles."""
+    weights = random_weights(config, seed=seed)
+    return {name: 3 * tensor if "attn" in name or "mlp" in name else tensor for name, tensor in weights.items()}
+
+
 def write_checkpoint(
     folder: Path,
     config: Config | None = None,

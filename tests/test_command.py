@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import byte_level_tokenizer, tiny_config, write_checkpoint
+from checkpoints import byte_level_tokenizer, lively_weights, tiny_config, write_checkpoint
 from litgpt.config import Config
 from litgpt.generate.base import generate as litgpt_generate
 from litgpt.model import GPT
@@ -125,12 +125,13 @@ def test_stop_strings_repeat_and_cut_the_text(capsys: pytest.CaptureFixture[str]
 
 
 def test_eos_ids_of_generation_config_stop(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    plain = write_checkpoint(tmp_path / "plain", seed=3)
+    weights = lively_weights(tiny_config(), seed=3)
+    plain = write_checkpoint(tmp_path / "plain", weights=weights)
     flags = ["generate", "--prompt", "abc", "--temperature", 0, "--output_format", "json"]
     ids = json.loads(run(capsys, *flags, "--checkpoint_dir", plain)[1])["token_ids"]
     stop_at = next(i for i, token in enumerate(ids) if i > 3 and token not in ids[:i])
     both = {"eos_token_id": [263, ids[stop_at]]}
-    stopping = write_checkpoint(tmp_path / "stopping", seed=3, generation_config=both)
+    stopping = write_checkpoint(tmp_path / "stopping", weights=weights, generation_config=both)
     record = json.loads(run(capsys, *flags, "--checkpoint_dir", stopping)[1])
     assert record["token_ids"] == ids[:stop_at]
     assert record["finish_reason"] == "stop"
