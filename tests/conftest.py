@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import torch
 from hypothesis import settings
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # A shell starts what runs in the background deaf to Ctrl-C, and so are its children; some tests send it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples on every run: a test that fails, fails again.
 settings.register_profile("litspec", derandomize=True, deadline=None, print_blob=False)

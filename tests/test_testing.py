@@ -106,12 +106,20 @@ class Restless(Wrapped):
 
 
 class Shared(Wrapped):
-    """All texts are one session."""
+    """Whoever asks, the text that was begun last answers."""
+
+    latest: object = None
 
     def begin(self, *args: object) -> Wrapped.Session:
-        if not hasattr(self, "session"):
-            self.session = super().begin(*args)
-        return self.session
+        session = super().begin(*args)
+        self.latest = session.inner
+        session.drafter = self
+        return session
+
+    class Session(Wrapped.Session):
+        def propose(self, token: int, input_pos: int, k: int) -> Proposal:
+            latest = self.drafter.latest
+            return latest.propose(token, min(input_pos, len(latest._tokens) - 1), k)
 
 
 class Unnormalised(Wrapped):
@@ -199,6 +207,7 @@ def test_verify_passes_and_exits_0(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
     monkeypatch.setattr("litspec.commands.verify.CONTEXTS", 4)
+    monkeypatch.setattr("litspec.commands.verify.TABLE_DRAWS", 10_000)
     target, draft = write_checkpoint(tmp_path / "target", seed=1), write_checkpoint(tmp_path / "draft", seed=2)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("abc abc abc\n\nhello\n")
@@ -217,7 +226,8 @@ def test_verify_passes_and_exits_0(
 def test_verify_names_a_difference_and_exits_1(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("litspec.commands.verify.CONTEXTS", 2)
+    monkeypatch.setattr("litspec.commands.verify.CONTEXTS", 1)
+    monkeypatch.setattr("litspec.commands.verify.TABLE_DRAWS", 1_000)
     from litspec.sampling import Greedy as GreedySampler
 
     real = GreedySampler.verify

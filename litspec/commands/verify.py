@@ -21,6 +21,8 @@ PROMPTS = (
 )
 # Contexts at which the drafter's reported distribution is tested, and draws at each.
 CONTEXTS, DRAWS = 20, 4096
+# Rounds played on table models to test the accept rule.
+TABLE_DRAWS = 50_000
 
 
 @dataclass
@@ -226,9 +228,9 @@ def _rejection_checks(
     from litspec.sampling import Sampling
     from litspec.testing import P_VALUE, accept_rule_test, honesty
 
-    rule = accept_rule_test(seed=seed)
+    rule = accept_rule_test(draws=TABLE_DRAWS, seed=seed)
     advance()
-    detail = f"50,000 draws on table models, G-test p = {rule.p_value:.3g}"
+    detail = f"{TABLE_DRAWS:,} draws on table models, G-test p = {rule.p_value:.3g}"
     checks = [Check("rejection, accept rule", rule.p_value >= P_VALUE, detail, [])]
     if Sampling(**sampled).greedy:
         return checks
