@@ -407,6 +407,7 @@ def test_a_round_costs_k_forwards_however_it_ends(monkeypatch):
         script.commit(script.propose(k), accepted, rng.randrange(VOCAB))
         assert forwards.all - before == k + first, "the first one reads the prompt"
         first = False
+    assert forwards.prefill == 1, "what was accepted is not read again"
 
 
 def test_nothing_runs_before_a_proposal_is_asked_for_and_then_the_rest_is_read_at_once(monkeypatch):

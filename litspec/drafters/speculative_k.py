@@ -128,25 +128,31 @@ class RoundTimes:
         self._most = most
         self._step_cost = step_cost
         self._measured: dict[int, deque[float]] = {}
+        self._points: dict[int, tuple[int, float]] = {}  # k -> measurements and their median
         self._doubted = False
+        self._estimate = [1 + k * step_cost for k in range(most + 1)]
 
     def observe(self, k: int, seconds: float) -> None:
-        if self._measured and not self._doubted and seconds > self.OUTLIER * self.estimate()[k]:
+        if self._points and not self._doubted and seconds > self.OUTLIER * self._estimate[k]:
             self._doubted = True
             return
         self._doubted = False
-        self._measured.setdefault(k, deque(maxlen=self.RECENT)).append(seconds)
+        measured = self._measured.setdefault(k, deque(maxlen=self.RECENT))
+        measured.append(seconds)
+        # Of two the lower: what disturbs a measurement makes it longer.
+        self._points[k] = len(measured), median_low(measured)
+        self._estimate = self._fit()
 
     def count(self, *, drafted: bool) -> int:
         """Measurements of rounds with a draft, or of those without."""
-        return sum(len(measured) for k, measured in self._measured.items() if (k > 0) == drafted)
+        return sum(n for k, (n, _) in self._points.items() if (k > 0) == drafted)
 
     def estimate(self) -> list[float]:
         """Seconds for k = 0, 1, ..., most; relative to a plain round where nothing was measured."""
-        # Of two the lower: what disturbs a measurement makes it longer.
-        points = {k: (len(measured), median_low(measured)) for k, measured in self._measured.items()}
-        if not points:
-            return [1 + k * self._step_cost for k in range(self._most + 1)]
+        return self._estimate
+
+    def _fit(self) -> list[float]:
+        points = self._points
         # The slopes between all pairs of points, and the one believed; their median bears with outliers (Theil, 1950).
         total = sum(n for n, _ in points.values())
         mean_k = sum(n * k for k, (n, _) in points.items()) / total
