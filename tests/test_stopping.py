@@ -314,6 +314,12 @@ def test_of_several_matchers_the_one_complete_first_ends_the_text(
     assert end is None
 
 
+def test_of_two_stops_complete_with_the_same_token_the_one_that_began_first_counts() -> None:
+    for string, safe in (("xab", 0), ("b", 1)):
+        both = FirstOf(StopTokens([[1]]), StopStrings([string], Bytes([b"xa", b"b"])))
+        assert both.push([0, 1]) == Verdict(safe, 2)
+
+
 def test_no_matcher_at_all_never_ends_a_text() -> None:
     assert FirstOf().push([1, 2, 3]) == Verdict(3, None)
     assert StopTokens().push([1, 2, 3]) == Verdict(3, None)
