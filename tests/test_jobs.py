@@ -27,6 +27,7 @@ from job_child import child
 
 from litspec import SpecLLM
 from litspec.checkpoint import open_checkpoint
+from litspec.drafters import DraftModel
 from litspec.errors import InputError
 from litspec.jobs import disk, files, progress, run, run_job
 from litspec.jobs.deciding import checkpoint_digest
@@ -690,14 +691,20 @@ def test_a_prefix_that_prompts_share_is_read_once_and_changes_no_bit(
     assert rows == [600, *(600 + len(end) - 512 for end in ends[1:])]
     assert len(sessions) == 1 and sessions[0].max_length == 900 + TOKENS  # none was replaced as prompts grew
 
+    assert job("drafted.jsonl", prompts_file=path) == 0
+
+    take, take_draft = SpecLLM._take_session, DraftModel.take
+    fresh = [(SpecLLM, "_take_session", take), (DraftModel, "take", take_draft)]
+    for kind, name, method in fresh:
+        monkeypatch.setattr(
+            kind, name, lambda self, *args, method=method: (setattr(self, "_idle", None), method(self, *args))[1]
+        )
     rows.clear()
-    take = SpecLLM._take_session
-    monkeypatch.setattr(
-        SpecLLM, "_take_session", lambda self, *args: (setattr(self, "_idle", None), take(self, *args))[1]
-    )
     assert job("without.jsonl", prompts_file=path, load={"draft_dir": None}) == 0
     assert rows == [600 + len(end) for end in ends]
     assert (tmp_path / "with.jsonl").read_bytes() == (tmp_path / "without.jsonl").read_bytes()
+    assert job("drafted_without.jsonl", prompts_file=path) == 0
+    assert (tmp_path / "drafted.jsonl").read_bytes() == (tmp_path / "drafted_without.jsonl").read_bytes()
 
 
 # --- real processes ---------------------------------------------------------------------------------------------------

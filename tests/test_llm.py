@@ -589,3 +589,24 @@ def test_no_argument_loads_the_embedded_pair_which_shows_itself() -> None:
     )
     assert "litspec-completion" in out._repr_html_()
     assert len(out.plot().axes) == 2
+
+
+def test_prompt_lookup_brings_three_tokens_a_round_where_the_target_repeats_a_paragraph(tmp_path: Path) -> None:
+    """A target that repeats the paragraph of its prompt: every token's successor there is its own."""
+    paragraph = "The quick brown fox jumps"  # without a character that comes twice, but for spaces
+    letters = [c for i, c in enumerate(paragraph) if c not in paragraph[:i]]
+    tokenizer, config = byte_level_tokenizer(), tiny_config(n_embd=128, block_size=256)
+    ids = tokenizer.encode("".join(letters)).ids
+    successors = dict(zip(ids, [*ids[1:], ids[0]]))
+    target = write_checkpoint(tmp_path / "copier", config, weights=chain_weights(config, successors))
+    llm = SpecLLM.load(target, drafter="prompt_lookup")
+    prompt = "".join(letters)
+    out = llm.generate(prompt, max_new_tokens=4 * len(prompt), temperature=0.0)
+    assert out.text == 4 * prompt
+    assert (
+        out.token_ids
+        == llm.with_drafter("none")
+        .generate(prompt, max_new_tokens=100, temperature=0.0)
+        .token_ids[: len(out.token_ids)]
+    )
+    assert out.stats.tokens_per_round >= 3
