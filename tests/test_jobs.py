@@ -248,7 +248,7 @@ def test_what_is_written_is_forced_to_the_disk_in_time(
     first = {event: number for number, event in reversed(list(enumerate(events)))}
     described, renamed = "out.jsonl.job.json.tmp", last["replace", "out.jsonl.job.json.tmp"]
     assert last["write", described] < first["fsync", described] < renamed
-    assert ("fsync", tmp_path.name) in events[renamed : first["write", "out.jsonl"]]
+    assert events[renamed + 1] == ("fsync", tmp_path.name) and renamed < first["write", "out.jsonl.stats.jsonl"]
     for name in ("out.jsonl", "out.jsonl.stats.jsonl"):
         assert last["write", name] < last["fsync", name]
     assert events.count(("fsync", "out.jsonl")) == 1  # five quick texts are no reason for five times
