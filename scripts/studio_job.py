@@ -111,8 +111,8 @@ def check_flags(flags: Sequence[str], interruptible: bool) -> list[str]:
     warnings = []
     if out_file is None and find_flag(flags, "prompts_file") is not None:
         warnings.append(
-            "--prompts_file without --out_file: the answers go to the job's log alone, and a job that is interrupted"
-            " starts again from nothing; add --out_file answers.jsonl to make it resumable."
+            "--prompts_file without --out_file: litspec generate refuses it, so the job would fail at once; add"
+            " --out_file answers.jsonl, from which it also resumes."
         )
     elif out_file is None and interruptible:
         warnings.append("--interruptible without --prompts_file and --out_file: what an interruption cuts off is lost.")
