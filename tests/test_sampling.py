@@ -115,6 +115,11 @@ def test_a_temperature_near_zero_leaves_the_most_likely_token(temperature: float
     assert Sampling(1e-45).greedy
 
 
+def test_the_most_likely_token_survives_the_smallest_top_p() -> None:
+    for sampling in (Sampling(top_p=1e-9), Sampling(top_k=3, top_p=1e-9)):
+        assert dense(processed(table(1, VOCAB, seed=3), sampling)).max() == 1
+
+
 @pytest.mark.parametrize(
     ("kwargs", "name"),
     [
@@ -395,6 +400,16 @@ def test_the_noise_is_standard_gumbel_over_positions_over_ids_and_over_seeds() -
                 assert stats.kstest(uniforms(noise).numpy(), "uniform").pvalue > ALPHA
     over_seeds = torch.cat([gumbel_noise(seed, zero, zero.view(1, 1)) for seed in range(3_000)])
     assert stats.kstest(uniforms(over_seeds).flatten().numpy(), "uniform").pvalue > ALPHA
+
+
+def test_the_noise_is_finite_at_both_ends_of_what_a_hash_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = torch.zeros(1, dtype=torch.int64)
+    ends = []
+    for end in (0, 2**32 - 1):
+        monkeypatch.setattr(sampling_module, "_hash", lambda x, end=end: x * 0 + end)
+        ends.append(gumbel_noise(1, one, one.view(1, 1)).item())
+    assert ends[0] == pytest.approx(math.log(2) + 32 * math.log(2), abs=1e-4)
+    assert ends[1] == pytest.approx(-math.log(24 * math.log(2)), abs=1e-4)
 
 
 def test_the_noise_of_other_positions_ids_and_seeds_is_uncorrelated() -> None:
