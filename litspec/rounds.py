@@ -212,7 +212,9 @@ class Rounds:
         proposal, q = self._none, None
         if self._draft is not None and k > 0:
             proposal, q = self._draft.propose(last, input_pos, k)
-            proposal = proposal[:k].to(self._target.device)
+            # A drafter of the caller's may propose more than it may, or ids of another integer type.
+            proposal = proposal[:k].to(self._target.device, torch.int64)
+            q = None if q is None else q.first(k)
         drafted = time.perf_counter()
 
         logits, hidden = self._target.verify(last, input_pos, proposal, self._taps)

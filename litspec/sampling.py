@@ -77,6 +77,10 @@ class Distribution(NamedTuple):
             self.probs.index_select(0, index), None if self.ids is None else self.ids.index_select(0, index)
         )
 
+    def first(self, m: int) -> Distribution:
+        """The first m rows."""
+        return Distribution(self.probs[:m], None if self.ids is None else self.ids[:m])
+
     def at(self, other: Distribution) -> torch.Tensor:
         """These probabilities at the candidates of `other`, row by row: (R, K of other)."""
         if other.ids is None:

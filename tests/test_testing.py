@@ -267,3 +267,20 @@ def test_a_near_tie_is_called_one(llm: SpecLLM) -> None:
         weight[second] = saved
     assert abs(tie.margin) < 1e-6 and tie.verdict == "rounding tie"
     assert not _compare(llm, "x", ["abc"], [alone], [alone.__class__(**vars(alone) | {"token_ids": other})], {}).passed
+
+
+@pytest.mark.parametrize("top_k", [None, 5])
+def test_proposals_beyond_k_and_of_another_integer_type_change_no_text(llm: SpecLLM, top_k: int | None) -> None:
+    class Careless(Greedy):
+        class Session(Greedy.Session):
+            def propose(self, token: int, input_pos: int, k: int) -> Proposal:
+                tokens, q = super().propose(token, input_pos, k)
+                return Proposal(tokens.to(torch.int32), q)
+
+    careless = llm.with_drafter(Careless(llm))
+    for k in (1, 3):
+        alone = llm.with_drafter("none").generate("abc", max_new_tokens=20, temperature=0.0)
+        out = careless.generate("abc", max_new_tokens=20, temperature=0.0, speculative_k=k)
+        assert out.token_ids == alone.token_ids
+        sampled = careless.generate("abc", max_new_tokens=20, top_k=top_k, seed=1, speculative_k=k)
+        assert len(sampled.token_ids) == 20 or sampled.finish_reason == "stop"
