@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from litgpt.config import Config
 from torch import Tensor, nn
 
+from litspec.model.bound import bound
 from litspec.model.kv_cache import Step
+from litspec.model.norm import RMSNorm, build_norm
 
 # Up to this many rows the query heads of a group are folded into rows; longer (prefill) chunks loop over them instead,
 # since the mask would have to be repeated for each.
@@ -23,23 +25,8 @@ MAX_FOLDED_ROWS = 64
 KEY_BLOCK = 64
 
 
-class RMSNorm(litgpt.model.RMSNorm):
-    """LitGPT's parameters, PyTorch's operator."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = 1 + self.weight if self.add_unit_offset else self.weight
-        return F.rms_norm(x, weight.shape, weight, self.eps)
-
-
-def build_norm(config: Config, size: int) -> nn.Module:
-    """The normalisation that the config names, over `size` elements."""
-    if config.norm_class_name == "RMSNorm":
-        return RMSNorm(size, eps=config.norm_eps, add_unit_offset="Gemma" in config.name)
-    return config.norm_class(size, eps=config.norm_eps)
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of `x` `(B, W, heads, n)` by `cos`, `sin` `(B, W, 1, n)`, the first half of `sin` negated."""
+    """Rotary embedding of `x` `(N, heads, n)` by `cos`, `sin` `(N, 1, n)`, the first half of `sin` negated."""
     return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin)
 
 
@@ -51,14 +38,15 @@ def deinterleave(x: Tensor) -> Tensor:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, step: Step, window: int | None, scale: float, softcap: float | None = None
 ) -> Tensor:
-    """Attention of `q` `(B, W, H, D)` over `k`, `v` `(B, G, L, D)`, returned as `(B, W, H * D)`.
+    """Attention of `q` `(N, H, D)` over the slots to read of `k`, `v` `(B, G, S, D)`, returned as `(N, H * D)`.
 
     Keys and values are never expanded to H heads, and the operator is never asked to (`enable_gqa` under a mask may
     fall back to a slow kernel): the R query heads of a group become rows of one head.
     """
-    B, W, H, D = q.shape
-    G = k.size(1)
+    N, H, D = q.shape
+    B, W, G = step.batch_size, step.width, k.size(1)
     R = H // G
+    k, v = k[:, :, : step.kv_length], v[:, :, : step.kv_length]
     q = q.view(B, W, G, R, D).permute(0, 2, 3, 1, 4)  # (B, G, R, W, D)
     if softcap is not None:
         y = softcapped_attention(q, k, v, step.masks[window], scale, softcap)
@@ -70,7 +58,7 @@ def attend(
         mask = step.masks[window]
         heads = [F.scaled_dot_product_attention(q[:, :, r], k, v, attn_mask=mask, scale=scale) for r in range(R)]
         y = torch.stack(heads, dim=2)
-    return y.permute(0, 3, 1, 2, 4).reshape(B, W, H * D)
+    return y.permute(0, 3, 1, 2, 4).reshape(N, H * D)
 
 
 def softcapped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
@@ -110,39 +98,46 @@ class CausalSelfAttention(litgpt.model.CausalSelfAttention):
         self.window = config.sliding_window_size if self.apply_sliding_window_attention else None
         self.rope_idx = config.rope_indices[block_idx] if config.rope_indices is not None else 0
         self.scale = self.mscale**2 / math.sqrt(config.attention_scores_scalar or config.head_size)
+        self.softcap = config.attention_logit_softcapping
+        self.rope_whole = config.rope_n_elem == config.head_size and not config.rope_interleave
         if config.norm_qk:
             self.norm_q = build_norm(config, self.norm_q.weight.numel())
             self.norm_k = build_norm(config, self.norm_k.weight.numel())
+        self.norm_per_head = config.norm_qk_type == "default"
+        self.bind()
+
+    def bind(self) -> None:
+        """Takes up the weights as they are now."""
+        self._qkv, self._proj = bound(self.qkv), bound(self.proj)
+        self._norm_q, self._norm_k = bound(self.norm_q), bound(self.norm_k)
 
     def cache_shape(self, batch_size: int, slots: int) -> tuple[int, int, int, int]:
         """Shape of this layer's K and V buffers, `(B, G, S, D)`."""
         return batch_size, self.n_query_groups, slots, self.head_size
 
     def forward(self, x: Tensor, step: Step, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """Attention of the rows `x` `(B, W, C)`, whose keys and values are written first, `(B, W, C)`."""
-        B, W, _ = x.shape
-        H, G = self.n_head, self.n_query_groups
-        qk, v = self.qkv(x).split(((H + G) * self.head_size, G * self.head_size), dim=-1)
-        if self.norm_q is not None and self.config.norm_qk_type == "olmo2":
-            q, k = qk.split((H * self.head_size, G * self.head_size), dim=-1)
-            qk = torch.cat((self.norm_q(q), self.norm_k(k)), dim=-1)
-        qk = qk.view(B, W, H + G, self.head_size)
-        if self.norm_q is not None and self.config.norm_qk_type == "default":
-            qk = torch.cat((self.norm_q(qk[:, :, :H]), self.norm_k(qk[:, :, H:])), dim=2)
-        qk = self.rope(qk, *step.rope[self.rope_idx])
+        """Attention of the rows `x` `(N, C)`, whose keys and values are written first, `(N, C)`."""
+        H, G, D = self.n_head, self.n_query_groups, self.head_size
+        qk, v = self._qkv(x).split(((H + G) * D, G * D), dim=-1)
+        if self._norm_q is not None and not self.norm_per_head:
+            q, k = qk.split((H * D, G * D), dim=-1)
+            qk = torch.cat((self._norm_q(q), self._norm_k(k)), dim=-1)
+        qk = qk.view(-1, H + G, D)
+        if self._norm_q is not None and self.norm_per_head:
+            qk = torch.cat((self._norm_q(qk[:, :H]), self._norm_k(qk[:, H:])), dim=1)
+        cos, sin = step.rope[self.rope_idx]
+        qk = rotate(qk, cos, sin) if self.rope_whole else self.rotate_part(qk, cos, sin)
 
-        step.write(k_cache, qk[:, :, H:].transpose(1, 2))
-        step.write(v_cache, v.view(B, W, G, self.head_size).transpose(1, 2))
-        k, v = k_cache[:, :, : step.kv_length], v_cache[:, :, : step.kv_length]
-        softcap = self.config.attention_logit_softcapping
-        return self.proj(attend(qk[:, :, :H], k, v, step, self.window, self.scale, softcap))
+        q, k = qk.split((H, G), dim=1)
+        step.write(k_cache, k)
+        step.write(v_cache, v.view(-1, G, D))
+        return self._proj(attend(q, k_cache, v_cache, step, self.window, self.scale, self.softcap))
 
-    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate the first n elements of every head of `x` `(B, W, heads, D)`."""
+    def rotate_part(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate the first n elements of every head of `x` `(N, heads, D)`."""
         n = self.config.rope_n_elem
         rotated = deinterleave(x[..., :n]) if self.config.rope_interleave else x[..., :n]
-        rotated = rotate(rotated, cos, sin)
-        return rotated if n == self.head_size else torch.cat((rotated, x[..., n:]), dim=-1)
+        return torch.cat((rotate(rotated, cos, sin), x[..., n:]), dim=-1)
 
 
 class MultiheadLatentAttention(litgpt.model.MultiheadLatentAttention):
@@ -162,31 +157,32 @@ class MultiheadLatentAttention(litgpt.model.MultiheadLatentAttention):
         self.q_a_norm = RMSNorm(config.q_lora_rank, eps=config.norm_eps)
         self.kv_a_norm = RMSNorm(config.kv_lora_rank, eps=config.norm_eps)
 
+    def bind(self) -> None:
+        """Nothing: the modules are called as they are."""
+
     def cache_shape(self, batch_size: int, slots: int) -> tuple[int, int, int, int]:
         """Shape of this layer's K and V buffers, `(B, H, S, D)` with D the larger of both head sizes."""
         return batch_size, self.n_head, slots, max(self.config.qk_head_dim, self.config.v_head_dim)
 
     def forward(self, x: Tensor, step: Step, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """Attention of the rows `x` `(B, W, C)`, whose keys and values are written first, `(B, W, C)`."""
+        """Attention of the rows `x` `(N, C)`, whose keys and values are written first, `(N, C)`."""
         config, H = self.config, self.n_head
-        B, W, _ = x.shape
+        N, D = x.size(0), k_cache.size(-1)
         cos, sin = step.rope[self.rope_idx]
-        q = self.q_b_proj(self.q_a_norm(self.q_a_proj(x))).view(B, W, H, config.qk_head_dim)
+        q = self.q_b_proj(self.q_a_norm(self.q_a_proj(x))).view(N, H, config.qk_head_dim)
         q_pass, q_rope = q.split((config.qk_nope_head_dim, config.qk_rope_head_dim), dim=-1)
         latent, k_rope = self.kv_a_proj_with_mqa(x).split((config.kv_lora_rank, config.qk_rope_head_dim), dim=-1)
-        kv = self.kv_b_proj(self.kv_a_norm(latent)).view(B, W, H, config.qk_nope_head_dim + config.v_head_dim)
+        kv = self.kv_b_proj(self.kv_a_norm(latent)).view(N, H, config.qk_nope_head_dim + config.v_head_dim)
         k_pass, v = kv.split((config.qk_nope_head_dim, config.v_head_dim), dim=-1)
 
-        qk_rope = torch.cat((q_rope, k_rope.unsqueeze(2)), dim=2)  # one rotated key serves all heads
+        qk_rope = torch.cat((q_rope, k_rope.unsqueeze(1)), dim=1)  # one rotated key serves all heads
         qk_rope = rotate(deinterleave(qk_rope) if config.rope_interleave else qk_rope, cos, sin)
-        q = torch.cat((q_pass, qk_rope[:, :, :H]), dim=-1)
-        k = torch.cat((k_pass, qk_rope[:, :, H:].expand(-1, -1, H, -1)), dim=-1)
+        q = torch.cat((q_pass, qk_rope[:, :H]), dim=-1)
+        k = torch.cat((k_pass, qk_rope[:, H:].expand(-1, H, -1)), dim=-1)
 
-        D = k_cache.size(-1)
-        step.write(k_cache[..., : config.qk_head_dim], k.transpose(1, 2))
-        step.write(v_cache[..., : config.v_head_dim], v.transpose(1, 2))
-        k, v = k_cache[:, :, : step.kv_length], v_cache[:, :, : step.kv_length]
+        step.write(k_cache[..., : config.qk_head_dim], k)
+        step.write(v_cache[..., : config.v_head_dim], v)
         softcap = config.attention_logit_softcapping
-        y = attend(F.pad(q, (0, D - config.qk_head_dim)), k, v, step, self.window, self.scale, softcap)
-        y = y.view(B, W, H, D)[..., : config.v_head_dim]
-        return self.proj(y.reshape(B, W, H * config.v_head_dim))
+        q = F.pad(q, (0, D - config.qk_head_dim))
+        y = attend(q, k_cache, v_cache, step, self.window, self.scale, softcap)
+        return self.proj(y.view(N, H, D)[..., : config.v_head_dim].reshape(N, H * config.v_head_dim))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import litgpt.model
 import torch
@@ -11,9 +12,11 @@ from litgpt.config import Config
 from torch import Tensor, nn
 
 from litspec.errors import InputError
-from litspec.model.attention import CausalSelfAttention, MultiheadLatentAttention, build_norm
+from litspec.model.attention import CausalSelfAttention, MultiheadLatentAttention
+from litspec.model.bound import bound
 from litspec.model.kv_cache import KVCache, Rope, Step, kv_bucket
 from litspec.model.mlp import build_mlp
+from litspec.model.norm import build_norm
 
 
 class Block(nn.Module):
@@ -30,18 +33,30 @@ class Block(nn.Module):
         self.norm_1 = norm(config.norm_1)
         self.attn = attention(config, block_idx)
         self.post_attention_norm = norm(config.post_attention_norm)
-        # None: the MLP takes what the attention took.
-        self.norm_2 = None if config.norm_2 and config.shared_attention_norm else norm(config.norm_2)
+        # The MLP may take what the attention took.
+        self.shared_attention_norm = config.norm_2 and config.shared_attention_norm
+        self.norm_2 = None if self.shared_attention_norm else norm(config.norm_2)
         self.mlp = build_mlp(config, block_idx)
         self.post_mlp_norm = norm(config.post_mlp_norm)
+        self.bind()
+
+    def bind(self) -> None:
+        """Takes up the weights as they are now."""
+        self._norm_1, self._norm_2 = bound(self.norm_1), bound(self.norm_2)
+        self._post_attention_norm, self._post_mlp_norm = bound(self.post_attention_norm), bound(self.post_mlp_norm)
+        self.attn.bind()
+        self.mlp.bind()
 
     def forward(self, x: Tensor, step: Step, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """The residual stream `(B, W, C)` after this layer."""
-        normed = self.norm_1(x)
-        attended = x + self.post_attention_norm(self.attn(normed, step, k_cache, v_cache))
-        if self.norm_2 is not None:
-            normed = self.norm_2(x if self.parallel_residual else attended)
-        return attended + self.post_mlp_norm(self.mlp(normed))
+        """The residual stream `(N, C)` after this layer."""
+        normed = x if self._norm_1 is None else self._norm_1(x)
+        y = self.attn(normed, step, k_cache, v_cache)
+        attended = x + (y if self._post_attention_norm is None else self._post_attention_norm(y))
+        if not self.shared_attention_norm:
+            normed = x if self.parallel_residual else attended
+            normed = normed if self._norm_2 is None else self._norm_2(normed)
+        y = self.mlp(normed)
+        return attended + (y if self._post_mlp_norm is None else self._post_mlp_norm(y))
 
 
 class GPT(nn.Module):
@@ -66,6 +81,29 @@ class GPT(nn.Module):
         self.max_seq_length = config.block_size
         self._own_cache: KVCache | None = None
         self._rope: list[Rope] = []
+        self.bind()
+
+    # ---- weights ----
+
+    def bind(self) -> None:
+        """Takes up the weights as they are now: layers hold them as functions (`litspec.model.bound`).
+
+        Loading and moving the module do so, and so does `make_cache`; who assigns a parameter by hand while a cache is
+        in use does it himself.
+        """
+        for block in self.transformer.h:
+            block.bind()
+        self._ln_f, self._lm_head = bound(self.transformer.ln_f), bound(self.lm_head)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().load_state_dict(*args, **kwargs)
+        self.bind()
+        return result
+
+    def _apply(self, *args: Any, **kwargs: Any) -> GPT:
+        super()._apply(*args, **kwargs)
+        self.bind()
+        return self
 
     # ---- sessions ----
 
@@ -86,6 +124,7 @@ class GPT(nn.Module):
             InputError: `max_seq_length` exceeds the context length of the model.
         """
         self._check_length(max_seq_length)
+        self.bind()
         size = kv_bucket(max_seq_length + width)
         k, v = [], []
         for block in self.transformer.h:
@@ -124,7 +163,7 @@ class GPT(nn.Module):
                 chunk, Step.at(cache, input_pos, chunk.size(1), kv_length, self.windows), cache, taps
             )
             tapped += hidden
-        logits = self._head(x[:, -1:])
+        logits = self._head(x, last=1)
         return (logits, torch.cat(tapped, dim=1)) if taps else logits
 
     @torch.no_grad()
@@ -157,14 +196,14 @@ class GPT(nn.Module):
         """
         step = Step.at(cache, input_pos, idx.size(1), kv_length or cache.size, self.windows)
         x, hidden = self._rows(idx, step, cache, taps, n_layer)
-        logits = self._head(x if last is None else x[:, -last:])
+        logits = self._head(x, last)
         return (logits, hidden[0]) if taps else logits
 
     def _rows(
         self, idx: Tensor, step: Step, cache: KVCache, taps: Sequence[int] = (), n_layer: int | None = None
     ) -> tuple[Tensor, list[Tensor]]:
         """The residual stream `(B, W, C)` before the final norm, and what the taps saw (in a list of one, or none)."""
-        x = self.transformer.wte(idx)
+        x = self.transformer.wte(idx.flatten())
         if self.config.scale_embeddings:
             # Gemma was trained with the factor rounded to the dtype of its weights.
             x = x * torch.tensor(self.config.n_embd**0.5, dtype=x.dtype)
@@ -178,14 +217,17 @@ class GPT(nn.Module):
                 seen[i] = x
         x = x.to(idx.device)
         if -1 in taps:
-            seen[-1] = self.transformer.ln_f(x)
-        return x, [torch.cat([seen[i].to(x.device) for i in taps], dim=-1)] if taps else []
+            seen[-1] = self._ln_f(x)
+        states = [torch.cat([seen[i].to(x.device) for i in taps], dim=-1).view(*idx.shape, -1)] if taps else []
+        return x.view(*idx.shape, -1), states
 
-    def _head(self, x: Tensor) -> Tensor:
-        """Final norm and logits."""
-        logits = self.lm_head(self.transformer.ln_f(x))
+    def _head(self, x: Tensor, last: int | None = None) -> Tensor:
+        """Final norm and logits of the last rows of `x` `(B, W, C)`, None for all: `(B, last, V)`."""
+        x = x if last is None else x[:, -last:]
+        logits = self._lm_head(self._ln_f(x.flatten(0, 1)))
         cap = self.config.final_logit_softcapping
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        logits = logits if cap is None else torch.tanh(logits / cap) * cap
+        return logits.view(*x.shape[:2], -1)
 
     def _rope_tables(self, length: int) -> list[Rope]:
         """Tables of at least `length` rows per rope base, in the dtype and on the device of the embedding."""

@@ -7,12 +7,12 @@ Notation, used in the whole package `litspec.model`:
     H  query heads of one layer        n  rotated elements of a head (the first n of D)
     G  query groups (K/V heads)        C  width of the residual stream (`n_embd`)
     R  H / G, query heads per group    V  padded vocabulary
-    D  head size
+    D  head size                       N  B * W, the rows of all sequences, one after the other
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -74,13 +74,16 @@ class Step:
     """What all layers of one forward share.
 
     Attributes:
+        batch_size, width: B and W.
         kv_length: slots read, L.
-        positions: where the rows stand, `(B, W)`.
-        rope: per rope base the rows `(cos, sin)`, each `(B, W, 1, n)`.
+        positions: where the rows stand, `(N,)`.
+        rope: per rope base the rows `(cos, sin)`, each `(N, 1, n)`.
         masks: window size (None: no window) -> additive mask, `(B, 1, W, L)`.
-        folded_masks: the same for queries folded by `attention.fold`, `(B, 1, R * W, L)`; filled on first use.
+        folded_masks: the same for queries folded by `attention.attend`, `(B, 1, R * W, L)`; filled on first use.
     """
 
+    batch_size: int
+    width: int
     kv_length: int
     positions: Tensor
     rope: tuple[Rope, ...]
@@ -101,8 +104,9 @@ class Step:
             masks[window] = torch.zeros(out_of_sight.shape, dtype=cache.k[0].dtype, device=slots.device).masked_fill_(
                 out_of_sight, -torch.inf
             )
-        rope = tuple((cos[positions].unsqueeze(2), sin[positions].unsqueeze(2)) for cos, sin in cache.rope)
-        return cls(kv_length, positions, rope, masks)
+        flat = positions.flatten()
+        rope = tuple((cos[flat].unsqueeze(1), sin[flat].unsqueeze(1)) for cos, sin in cache.rope)
+        return cls(input_pos.size(0), width, kv_length, flat, rope, masks)
 
     def folded_mask(self, window: int | None, heads_per_group: int) -> Tensor:
         """The mask of a kind of layer, repeated for the R query heads of a group: `(B, 1, R * W, L)`."""
@@ -112,17 +116,19 @@ class Step:
         return self.folded_masks[key]
 
     def write(self, buffer: Tensor, new: Tensor) -> None:
-        """Put `new` `(B, G, W, D)` into `buffer` `(B, G, S, D)` at this step's positions."""
-        if new.size(0) == 1:
-            buffer.index_copy_(2, self.positions[0], new)
+        """Put `new` `(N, G, D)` into `buffer` `(B, G, S, D)` at this step's positions."""
+        if self.batch_size == 1:
+            buffer[0].index_copy_(1, self.positions, new.transpose(0, 1))
         else:
-            buffer.scatter_(2, self.positions[:, None, :, None].expand_as(new), new)
+            new = new.unflatten(0, (self.batch_size, self.width)).transpose(1, 2)
+            buffer.scatter_(2, self.positions.view(self.batch_size, 1, -1, 1).expand_as(new), new)
 
     def to(self, device: torch.device) -> Step:
         """The same step for layers on another device."""
-        return Step(
-            self.kv_length,
-            self.positions.to(device),
-            tuple((cos.to(device), sin.to(device)) for cos, sin in self.rope),
-            {window: mask.to(device) for window, mask in self.masks.items()},
+        return replace(
+            self,
+            positions=self.positions.to(device),
+            rope=tuple((cos.to(device), sin.to(device)) for cos, sin in self.rope),
+            masks={window: mask.to(device) for window, mask in self.masks.items()},
+            folded_masks={},
         )

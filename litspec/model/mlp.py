@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import litgpt.model
 import torch
@@ -11,6 +12,7 @@ from litgpt.config import Config
 from torch import Tensor, nn
 
 from litspec.model.attention import MAX_FOLDED_ROWS
+from litspec.model.bound import bound
 
 # PyTorch's CPU operators go through a tensor in vectors, up to 64 elements a step, and hand what is left over to a
 # scalar routine, whose exponential may differ in the last bit. Beyond so many elements (GELU; 32,768 for others) they
@@ -20,43 +22,51 @@ SINGLE_THREADED = 16384
 
 
 def activate(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """An elementwise function of rows `x` `(..., W, N)`, such that a row's result does not depend on its place.
+    """An elementwise function of rows `x` `(N, size)`, such that a row's result does not depend on its place.
 
     One call does where all rows fall on whole vectors of one thread; else each row gets a call of its own. Prefill
     chunks are always cut the same way and need no such care, nor do GPUs, which compute every element alike.
     """
-    width, size = x.shape[-2:]
-    whole = size % VECTOR_STEP == 0 and x.numel() <= SINGLE_THREADED
-    if whole or width == 1 or width > MAX_FOLDED_ROWS or not x.is_cpu:
+    rows, size = x.shape
+    whole = size % VECTOR_STEP == 0 and rows * size <= SINGLE_THREADED
+    if whole or rows == 1 or rows > MAX_FOLDED_ROWS or not x.is_cpu:
         return function(x)
-    return torch.stack([function(row) for row in x.unbind(-2)], dim=-2)
+    return torch.stack([function(row) for row in x])
 
 
 class GptNeoxMLP(litgpt.model.GptNeoxMLP):
     """Two projections and a GELU."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(activate(self._gelu, self.fc(x)))
+    def __init__(self, config: Config, intermediate_size: int | None = None) -> None:
+        super().__init__(config, intermediate_size)
+        self.activation = partial(F.gelu, approximate=config.gelu_approximate)
+        self.bind()
 
-    def _gelu(self, x: Tensor) -> Tensor:
-        return F.gelu(x, approximate=self.config.gelu_approximate)
+    def bind(self) -> None:
+        """Takes up the weights as they are now."""
+        self._fc, self._proj = bound(self.fc), bound(self.proj)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rows `(N, C)` to `(N, C)`."""
+        return self._proj(activate(self.activation, self._fc(x)))
 
 
 class LLaMAMLP(litgpt.model.LLaMAMLP):
-    """Three projections and a gate by SiLU."""
+    """Three projections and a gate, by SiLU; Gemma's is the same by GELU."""
+
+    def __init__(self, config: Config, intermediate_size: int | None = None) -> None:
+        super().__init__(config, intermediate_size)
+        gelu = config.mlp_class_name == "GemmaMLP"
+        self.activation = partial(F.gelu, approximate=config.gelu_approximate) if gelu else F.silu
+        self.bind()
+
+    def bind(self) -> None:
+        """Takes up the weights as they are now."""
+        self._fc_1, self._fc_2, self._proj = bound(self.fc_1), bound(self.fc_2), bound(self.proj)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.proj(activate(F.silu, self.fc_1(x)) * self.fc_2(x))
-
-
-class GemmaMLP(litgpt.model.GemmaMLP):
-    """Three projections and a gate by GELU."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(activate(self._gelu, self.fc_1(x)) * self.fc_2(x))
-
-    def _gelu(self, x: Tensor) -> Tensor:
-        return F.gelu(x, approximate=self.config.gelu_approximate)
+        """Rows `(N, C)` to `(N, C)`."""
+        return self._proj(activate(self.activation, self._fc_1(x)) * self._fc_2(x))
 
 
 class GroupedTopkRouter(litgpt.model.GroupedTopkRouter):
@@ -85,36 +95,39 @@ class LLaMAMoE(nn.Module):
         if config.n_shared_expert:
             self.shared_experts = LLaMAMLP(config, intermediate_size=size * config.n_shared_expert)
 
+    def bind(self) -> None:
+        """Takes up the weights as they are now."""
+        for expert in (*self.experts, *([self.shared_experts] if self.config.n_shared_expert else [])):
+            expert.bind()
+
     def forward(self, x: Tensor) -> Tensor:
-        """Rows `x` `(B, W, C)` through the experts each is routed to, `(B, W, C)`.
+        """Rows `x` `(N, C)` through the experts each is routed to, `(N, C)`.
 
         In a block to verify, an expert that any row is routed to runs on all rows, with weight zero where it was not
         asked for: a product over only its own rows would sum in another order for another choice of rows. Long prefill
         chunks, always cut the same way, hand each expert its own rows. Which experts are touched is read on the host;
         a compiled graph cannot, and runs them all.
         """
-        rows = x.flatten(0, 1)
         if self.config.n_expert_groups:
-            probs, experts = self.gate(rows)
+            probs, experts = self.gate(x)
         else:
-            logits, experts = self.gate(rows).topk(self.config.n_expert_per_token)
+            logits, experts = self.gate(x).topk(self.config.n_expert_per_token)
             probs = logits.softmax(dim=-1, dtype=torch.float32)
         probs = (probs * self.config.routed_scaling_factor).to(x.dtype)
-        weights = torch.zeros(len(rows), len(self.experts), dtype=x.dtype, device=x.device).scatter(1, experts, probs)
-        y = torch.zeros_like(rows)
+        weights = torch.zeros(len(x), len(self.experts), dtype=x.dtype, device=x.device).scatter(1, experts, probs)
+        y = torch.zeros_like(x)
         touched = range(len(self.experts)) if torch.compiler.is_compiling() else experts.unique().tolist()
         for expert in touched:
-            if x.size(1) <= MAX_FOLDED_ROWS:
-                y = torch.addcmul(y, self.experts[expert](rows), weights[:, expert, None])
+            if len(x) <= MAX_FOLDED_ROWS:
+                y = torch.addcmul(y, self.experts[expert](x), weights[:, expert, None])
             else:
                 own = (experts == expert).any(dim=-1).nonzero().squeeze(-1)
-                y.index_add_(0, own, self.experts[expert](rows[own]) * weights[own, expert, None])
-        y = y.view_as(x)
+                y.index_add_(0, own, self.experts[expert](x[own]) * weights[own, expert, None])
         return y + self.shared_experts(x) if self.config.n_shared_expert else y
 
 
 def build_mlp(config: Config, block_idx: int) -> nn.Module:
     """The layer that the config names for a block; the first blocks of a mixture may be dense."""
-    classes = {mlp.__name__: mlp for mlp in (GptNeoxMLP, LLaMAMLP, GemmaMLP, LLaMAMoE)}
+    classes = {"GptNeoxMLP": GptNeoxMLP, "LLaMAMLP": LLaMAMLP, "GemmaMLP": LLaMAMLP, "LLaMAMoE": LLaMAMoE}
     dense = config.first_k_dense_replace is not None and block_idx < config.first_k_dense_replace
     return LLaMAMLP(config) if dense else classes[config.mlp_class_name](config)
