@@ -12,7 +12,7 @@ import litgpt.model
 import torch
 import torch.nn.functional as F
 from litgpt.config import Config
-from torch import Tensor, nn
+from torch import Tensor
 
 from litspec.model.bound import bound
 from litspec.model.kv_cache import Step
