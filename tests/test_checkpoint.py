@@ -475,7 +475,17 @@ before = anonymous_mb()
 load_weights(model, checkpoint, dtype=getattr(torch, sys.argv[2]))
 size = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
 largest = max(p.numel() * p.element_size() for p in model.parameters()) / 2**20
-print(size, largest, max(seen) - before, anonymous_mb() - before)
+loaded = anonymous_mb() - before
+from litspec.model import packed
+pack = packed.PackedLinear.__init__
+def watched_pack(*args):
+    pack(*args)
+    seen.append(anonymous_mb())
+packed.PackedLinear.__init__ = watched_pack
+packed.GAINS = {getattr(torch, sys.argv[2]): (1, 1)}
+peak = max(seen) - before
+packed.pack(model, 8)
+print(size, largest, peak, loaded, max(seen) - before, anonymous_mb() - before)
 """
 
 
@@ -492,10 +502,12 @@ def test_weights_are_never_held_twice(tmp_path: Path) -> None:
         command = [sys.executable, "-c", _MEASURE, str(folder), dtype]
         return [float(x) for x in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()]
 
-    size, largest, peak, after = measured("float32")
+    size, largest, peak, after, packing, packed = measured("float32")
     assert peak < size + largest + 30 and after < size + 30
-    size, largest, peak, after = measured("bfloat16")
+    assert packing < size + largest + 30 and packed < size + 30
+    size, largest, peak, after, packing, packed = measured("bfloat16")
     assert peak < 30 and after < 30  # mapped, not read
+    assert packing < size + 30 and packed < size + 30
 
 
 # --- pairs ------------------------------------------------------------------------------------------------------------

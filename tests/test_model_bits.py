@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import litgpt.model
 import pytest
 import torch
@@ -9,7 +11,7 @@ from families import FAMILIES, VOCAB, model_of, randomise
 from litgpt.config import Config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from litspec.model import GPT, kv_bucket
+from litspec.model import GPT, kv_bucket, packed
 from litspec.model.mlp import build_mlp
 
 WIDTHS = (2, 4, 5, 8, 16)
@@ -75,6 +77,45 @@ def test_a_row_keeps_its_bits_at_real_head_sizes(heads: int, groups: int, head_s
     model = GPT(config)
     model.load_state_dict(reference.state_dict())
     assert_rows_keep_their_bits(model.to(dtype), positions=(125, 385, 509, 1021, 2020))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["llama-3", "pythia", "latent", "mixtral"])
+def test_packed_layers_keep_a_rows_bits_and_compute_the_same(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = torch.randint(VOCAB, (1, 20), generator=torch.Generator().manual_seed(0))
+    as_they_were = model_of(name, dtype)
+    want = as_they_were.prefill(text, as_they_were.make_cache(20))
+    model = copy.deepcopy(as_they_were)
+    monkeypatch.setattr(packed, "GAINS", dict.fromkeys(DTYPES, (1, 1)))
+    packed.pack(model, 8)
+    layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear | packed.PackedLinear)]
+    assert all(isinstance(layer, packed.PackedLinear) for layer in layers) and len(layers) > 8
+    close = dict(atol=1e-4, rtol=0) if dtype == torch.float32 else dict(atol=0.05, rtol=0.05)
+    torch.testing.assert_close(model.prefill(text, model.make_cache(20)), want, **close)
+    assert_rows_keep_their_bits(model, positions=(125, 385, 509, 1021, 2020))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "gains"), [(torch.float32, 8, True), (torch.float32, 2, False), (torch.bfloat16, 1, True)]
+)
+def test_only_layers_that_gain_are_packed(
+    dtype: torch.dtype, rows: int, gains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed, "GAINS", {torch.float32: (64 * 128, 3), torch.bfloat16: (64 * 128, 1)})
+    if dtype is torch.bfloat16:
+        gains = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    model = copy.deepcopy(model_of("llama-3", dtype))
+    large = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module.weight.numel() >= 64 * 128
+    }
+    assert "lm_head" in large and "transformer.h.0.attn.proj" not in large
+    packed.pack(model, rows)
+    found = {name for name, module in model.named_modules() if isinstance(module, packed.PackedLinear)}
+    assert found == (large if gains else set())
 
 
 @pytest.mark.parametrize("threads", [2, 3, 4])

@@ -17,7 +17,8 @@ class RMSNorm(litgpt.model.RMSNorm):
 
     def bound(self) -> RMSNormFunction:
         """The same as a function, which holds the weights as they are now."""
-        return RMSNormFunction(1 + self.weight if self.add_unit_offset else self.weight, self.eps)
+        weight = self.weight.detach()
+        return RMSNormFunction(1 + weight if self.add_unit_offset else weight, self.eps)
 
 
 class RMSNormFunction:

@@ -46,12 +46,14 @@ class Part:
         dtype: Of its weights.
         device: Where to; None: to the device of the rank.
         cut: Whether it is cut across ranks.
+        rows: How many rows its forwards have.
     """
 
     checkpoint: Checkpoint
     dtype: torch.dtype
     device: torch.device | None = None
     cut: bool = False
+    rows: int | None = None
 
     def bytes_on(self, rank: int, ranks: int) -> int:
         """Bytes of its weights that come to the rank's own device."""
@@ -64,7 +66,7 @@ class Part:
         """The model, or this rank's shard of it."""
         if self.cut:
             return load_shard(self.checkpoint, Shard(self.checkpoint.config, rank, ranks), device, self.dtype)
-        return load_model(self.checkpoint, self.device or device, self.dtype)
+        return load_model(self.checkpoint, self.device or device, self.dtype, self.rows)
 
 
 def place(
@@ -128,13 +130,13 @@ def place(
         _check_quantize(quantize, homes[0], placement, ranks)
 
     there = _draft_device(draft_device, 1 if placement == "sequential" else ranks)
-    whole = Part(target, dtype)
+    whole = Part(target, dtype, rows=verify_width)
     small = None
     if draft is not None:
         small_dtype = (
             dtype if draft_precision is None else dtype_of(draft_precision, there or homes[0], "draft_precision")
         )
-        small = Part(draft, small_dtype, there)
+        small = Part(draft, small_dtype, there, rows=1)
 
     if placement == "sequential":
         return _place_sequential(whole, small, homes, verify_width)

@@ -11,6 +11,7 @@ from lightning.fabric.plugins import BitsandbytesPrecision
 from litspec.checkpoint import Checkpoint, load_weights, read_state_dict
 from litspec.errors import InputError
 from litspec.model import GPT
+from litspec.model.packed import pack
 
 
 @dataclass
@@ -53,12 +54,23 @@ class Single:
         """Waits until every rank has done its share of many prompts."""
 
 
-def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> GPT:
-    """Builds a model without memory and assigns the checkpoint's weights to it, cast and moved one by one."""
+def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, rows: int | None = None) -> GPT:
+    """Builds a model without memory and assigns the checkpoint's weights to it, cast and moved one by one.
+
+    Args:
+        checkpoint: The model's.
+        device: Where to.
+        dtype: Of the weights.
+        rows: How many rows its forwards will have, for which a CPU may lay the weights out (see `model.packed`); None
+            leaves them as they are.
+    """
     with torch.device("meta"):
         model = GPT(checkpoint.config)
     load_weights(model, checkpoint, dtype=dtype, device=device)
-    return model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
+    if rows is not None:
+        pack(model, rows)
+    return model
 
 
 def load_quantized(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, mode: str) -> GPT:

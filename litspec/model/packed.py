@@ -1,0 +1,57 @@
+"""Linear layers of a few rows on a CPU: weights laid out for them once, when loading.
+
+A product of a few rows reads each weight once and should take as long as one row does. PyTorch's general product does
+not: in float32 five rows cost twice what one costs, eight three times (2 cores; vocabulary 49,152 x 576: 4.4, 9.9 and
+14.7 ms; packed 4.3, 4.9 and 5.8), and in bfloat16 it lays the weights out anew in each call.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+# Elements of a layer, and rows of a forward, from which on packing was seen to pay.
+GAINS = {torch.float32: (2**22, 3), torch.bfloat16: (2**19, 1)}
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weights oneDNN has laid out in blocks; not to be trained, cast or moved.
+
+    A row's result does not depend on its place among the rows, as that of the unpacked layer does not.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(..., in)` to `(..., out)`."""
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+
+
+def pack(model: nn.Module, rows: int) -> None:
+    """Packs the layers of a model that gain by it, one after the other, in place; the unpacked weights are let go.
+
+    Args:
+        model: On a CPU, complete. Does nothing where PyTorch was built without oneDNN.
+        rows: How many rows its forwards will have.
+    """
+    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+        return
+    # Names, not layers: nothing but the model may hold on to what is replaced.
+    names = [name for name, layer in model.named_modules() if type(layer) is nn.Linear and _gains(layer.weight, rows)]
+    for name in names:
+        parent, _, own = name.rpartition(".")
+        parent = model.get_submodule(parent)
+        setattr(parent, own, PackedLinear(getattr(parent, own)))
+
+
+def _gains(weight: Tensor, rows: int) -> bool:
+    if not weight.is_cpu or weight.dtype not in GAINS:
+        return False
+    if weight.dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    size, fewest_rows = GAINS[weight.dtype]
+    return weight.numel() >= size and rows >= fewest_rows
