@@ -15,7 +15,7 @@ from litgpt.config import Config
 from torch import Tensor
 
 from litspec.model.bound import bound
-from litspec.model.kv_cache import Step
+from litspec.model.kv_cache import MaskKind, Step
 from litspec.model.norm import RMSNorm, build_norm
 
 # Up to this many rows the query heads of a group are folded into rows; longer (prefill) chunks loop over them instead,
@@ -35,6 +35,11 @@ def deinterleave(x: Tensor) -> Tensor:
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
+def mask_kind(window: int | None, heads_per_group: int, width: int, softcap: float | None) -> MaskKind:
+    """The mask that `attend` wants: one with a row for each folded query, where queries are folded."""
+    return window, 1 if softcap is not None or width > MAX_FOLDED_ROWS else heads_per_group
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, step: Step, window: int | None, scale: float, softcap: float | None = None
 ) -> Tensor:
@@ -46,16 +51,15 @@ def attend(
     N, H, D = q.shape
     B, W, G = step.batch_size, step.width, k.size(1)
     R = H // G
+    mask = step.masks[mask_kind(window, R, W, softcap)]
     k, v = k[:, :, : step.kv_length], v[:, :, : step.kv_length]
     q = q.view(B, W, G, R, D).permute(0, 2, 3, 1, 4)  # (B, G, R, W, D)
     if softcap is not None:
-        y = softcapped_attention(q, k, v, step.masks[window], scale, softcap)
+        y = softcapped_attention(q, k, v, mask, scale, softcap)
     elif W <= MAX_FOLDED_ROWS:
-        mask = step.folded_mask(window, R)
         y = F.scaled_dot_product_attention(q.reshape(B, G, R * W, D), k, v, attn_mask=mask, scale=scale)
         y = y.view(B, G, R, W, D)
     else:
-        mask = step.masks[window]
         heads = [F.scaled_dot_product_attention(q[:, :, r], k, v, attn_mask=mask, scale=scale) for r in range(R)]
         y = torch.stack(heads, dim=2)
     return y.permute(0, 3, 1, 2, 4).reshape(N, H * D)
@@ -154,6 +158,7 @@ class MultiheadLatentAttention(litgpt.model.MultiheadLatentAttention):
         super().__init__(config, block_idx)
         self.n_head = self.n_query_groups = config.n_head
         self.scale = self.mscale**2 / math.sqrt(config.attention_scores_scalar or config.qk_head_dim)
+        self.softcap = config.attention_logit_softcapping
         self.q_a_norm = RMSNorm(config.q_lora_rank, eps=config.norm_eps)
         self.kv_a_norm = RMSNorm(config.kv_lora_rank, eps=config.norm_eps)
 
@@ -182,7 +187,6 @@ class MultiheadLatentAttention(litgpt.model.MultiheadLatentAttention):
 
         step.write(k_cache[..., : config.qk_head_dim], k)
         step.write(v_cache[..., : config.v_head_dim], v)
-        softcap = config.attention_logit_softcapping
         q = F.pad(q, (0, D - config.qk_head_dim))
-        y = attend(q, k_cache, v_cache, step, self.window, self.scale, softcap)
+        y = attend(q, k_cache, v_cache, step, self.window, self.scale, self.softcap)
         return self.proj(y.view(N, H, D)[..., : config.v_head_dim].reshape(N, H * config.v_head_dim))

@@ -12,9 +12,9 @@ from litgpt.config import Config
 from torch import Tensor, nn
 
 from litspec.errors import InputError
-from litspec.model.attention import CausalSelfAttention, MultiheadLatentAttention
+from litspec.model.attention import CausalSelfAttention, MultiheadLatentAttention, mask_kind
 from litspec.model.bound import bound
-from litspec.model.kv_cache import KVCache, Rope, Step, kv_bucket
+from litspec.model.kv_cache import KVCache, Step, kv_bucket
 from litspec.model.mlp import build_mlp
 from litspec.model.norm import build_norm
 
@@ -77,10 +77,9 @@ class GPT(nn.Module):
                 "ln_f": build_norm(config, config.n_embd),
             }
         )
-        self.windows = {block.attn.window for block in self.transformer.h}
         self.max_seq_length = config.block_size
         self._own_cache: KVCache | None = None
-        self._rope: list[Rope] = []
+        self._rope: list[Tensor] = []
         self.bind()
 
     # ---- weights ----
@@ -94,6 +93,8 @@ class GPT(nn.Module):
         for block in self.transformer.h:
             block.bind()
         self._ln_f, self._lm_head = bound(self.transformer.ln_f), bound(self.lm_head)
+        attentions = [block.attn for block in self.transformer.h]
+        self._attentions = {(a.window, a.n_head // a.n_query_groups, a.softcap) for a in attentions}
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         result = super().load_state_dict(*args, **kwargs)
@@ -133,7 +134,7 @@ class GPT(nn.Module):
             shape = block.attn.cache_shape(batch_size, size)
             k.append(torch.zeros(shape, **like))
             v.append(torch.zeros(shape, **like))
-        rope = [(cos[:size], sin[:size]) for cos, sin in self._rope_tables(size)]
+        rope = [table[:size] for table in self._rope_tables(size)]
         return KVCache(k, v, rope, max_seq_length, powers_of_two)
 
     @torch.no_grad()
@@ -159,9 +160,7 @@ class GPT(nn.Module):
             input_pos = torch.full((idx.size(0),), first, device=idx.device)
             kv_length = cache.bucket(first + chunk.size(1))
             # Not named: the mask of one chunk is gone before that of the next is made.
-            x, hidden = self._rows(
-                chunk, Step.at(cache, input_pos, chunk.size(1), kv_length, self.windows), cache, taps
-            )
+            x, hidden = self._rows(chunk, self._step(cache, input_pos, chunk.size(1), kv_length), cache, taps)
             tapped += hidden
         logits = self._head(x, last=1)
         return (logits, torch.cat(tapped, dim=1)) if taps else logits
@@ -194,10 +193,14 @@ class GPT(nn.Module):
         Returns:
             Logits `(B, W, V)` (`(B, last, V)`); with taps also the states, `(B, W, len(taps) * C)`.
         """
-        step = Step.at(cache, input_pos, idx.size(1), kv_length or cache.size, self.windows)
+        step = self._step(cache, input_pos, idx.size(1), kv_length or cache.size)
         x, hidden = self._rows(idx, step, cache, taps, n_layer)
         logits = self._head(x, last)
         return (logits, hidden[0]) if taps else logits
+
+    def _step(self, cache: KVCache, input_pos: Tensor, width: int, kv_length: int) -> Step:
+        kinds = {mask_kind(*kind[:2], width, kind[2]) for kind in self._attentions}
+        return Step.at(cache, input_pos, width, kv_length, kinds)
 
     def _rows(
         self, idx: Tensor, step: Step, cache: KVCache, taps: Sequence[int] = (), n_layer: int | None = None
@@ -229,20 +232,19 @@ class GPT(nn.Module):
         logits = logits if cap is None else torch.tanh(logits / cap) * cap
         return logits.view(*x.shape[:2], -1)
 
-    def _rope_tables(self, length: int) -> list[Rope]:
+    def _rope_tables(self, length: int) -> list[Tensor]:
         """Tables of at least `length` rows per rope base, in the dtype and on the device of the embedding."""
         like = self.transformer.wte.weight
         if self._rope:
-            cos = self._rope[0][0]
-            if cos.size(0) >= length and cos.dtype == like.dtype and cos.device == like.device:
+            table = self._rope[0]
+            if table.size(0) >= length and table.dtype == like.dtype and table.device == like.device:
                 return self._rope
         source = SimpleNamespace(config=self.config, max_seq_length=length)
         cos, sin = litgpt.model.GPT.rope_cache(source, device=like.device)
         half = cos.size(1) // 2
         sin = torch.cat((-sin[:, :half], sin[:, half:]), dim=1)
-        cos, sin = cos.to(like.dtype), sin.to(like.dtype)
-        tables = [(cos, sin)] if cos.dim() == 2 else list(zip(cos.unbind(-1), sin.unbind(-1)))
-        self._rope = [(c.contiguous(), s.contiguous()) for c, s in tables]
+        tables = torch.stack((cos, sin), dim=1).to(like.dtype)  # (S, 2, n), or (S, 2, n, bases)
+        self._rope = [t.contiguous() for t in ([tables] if tables.dim() == 3 else tables.unbind(-1))]
         return self._rope
 
     # ---- LitGPT's calling convention ----

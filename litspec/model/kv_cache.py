@@ -12,12 +12,14 @@ Notation, used in the whole package `litspec.model`:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-Rope = tuple[Tensor, Tensor]  # cosines, and sines whose first half is negated
+# What attention masks differ in: the window (None: no window), and how many copies of the rows stand below each other.
+MaskKind = tuple[int | None, int]
 
 
 def kv_bucket(length: int, *, powers_of_two: bool = False) -> int:
@@ -45,19 +47,21 @@ class KVCache:
     Attributes:
         k: one buffer per layer, `(B, G, S, D)`. Zeroed at birth: a masked slot may hold any number, but not NaN.
         v: the same for the values.
-        rope: per rope base the tables `(cos, sin)`, each `(S, n)`, shared with the model's other caches.
+        rope: per rope base a table `(S, 2, n)` of cosines, and of sines whose first half is negated; shared with the
+            model's other caches.
         max_seq_length: committed positions there is room for; the overhang of the last block comes on top.
         powers_of_two: whether buckets double throughout (see `kv_bucket`).
     """
 
     def __init__(
-        self, k: list[Tensor], v: list[Tensor], rope: list[Rope], max_seq_length: int, powers_of_two: bool = False
+        self, k: list[Tensor], v: list[Tensor], rope: list[Tensor], max_seq_length: int, powers_of_two: bool = False
     ) -> None:
         self.k, self.v = k, v
         self.rope = rope
         self.max_seq_length = max_seq_length
         self.powers_of_two = powers_of_two
-        self.slots = torch.arange(self.size, device=rope[0][0].device)
+        self.slots = torch.arange(self.size, device=rope[0].device)
+        self._in_sight, self._hidden = torch.tensor([0.0, -torch.inf], dtype=k[0].dtype, device=rope[0].device)
 
     @property
     def size(self) -> int:
@@ -68,6 +72,16 @@ class KVCache:
         """The `kv_length` that covers `length` positions of this cache."""
         return min(kv_bucket(length, powers_of_two=self.powers_of_two), self.size)
 
+    def mask(self, positions: Tensor, kv_length: int, window: int | None, copies: int) -> Tensor:
+        """What the rows at `positions` `(B, W)` see: 0 or -inf, `(B, 1, copies * W, kv_length)`."""
+        if copies > 1 and positions.size(1) > 1:
+            positions = positions.repeat(1, copies)
+        slots, rows = self.slots[:kv_length], positions[:, None, :, None]
+        hidden = slots > rows
+        if window is not None and window < kv_length:
+            hidden = hidden | (slots <= rows - window)
+        return torch.where(hidden, self._hidden, self._in_sight)
+
 
 @dataclass(frozen=True)
 class Step:
@@ -77,43 +91,31 @@ class Step:
         batch_size, width: B and W.
         kv_length: slots read, L.
         positions: where the rows stand, `(N,)`.
-        rope: per rope base the rows `(cos, sin)`, each `(N, 1, n)`.
-        masks: window size (None: no window) -> additive mask, `(B, 1, W, L)`.
-        folded_masks: the same for queries folded by `attention.attend`, `(B, 1, R * W, L)`; filled on first use.
+        rope: per rope base the rows' `(cos, sin)`, each `(N, 1, n)`.
+        masks: for each kind the additive mask `(B, 1, copies * W, L)`; of a single row one copy serves for all.
     """
 
     batch_size: int
     width: int
     kv_length: int
     positions: Tensor
-    rope: tuple[Rope, ...]
-    masks: dict[int | None, Tensor]
-    folded_masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
+    rope: tuple[tuple[Tensor, Tensor], ...]
+    masks: dict[MaskKind, Tensor]
 
     @classmethod
-    def at(cls, cache: KVCache, input_pos: Tensor, width: int, kv_length: int, windows: set[int | None]) -> Step:
+    def at(cls, cache: KVCache, input_pos: Tensor, width: int, kv_length: int, kinds: Collection[MaskKind]) -> Step:
         """The step of `width` rows from `input_pos` `(B,)` on, reading `kv_length` slots."""
         positions = input_pos[:, None] + cache.slots[:width]
-        slots, rows = cache.slots[:kv_length], positions[:, None, :, None]
-        hidden = slots > rows
-        masks = {}
-        for window in windows:
-            # A bucket within the window hides nothing more: one mask then serves both kinds of layer.
-            narrow = window is not None and window < kv_length
-            out_of_sight = hidden | (slots <= rows - window) if narrow else hidden
-            masks[window] = torch.zeros(out_of_sight.shape, dtype=cache.k[0].dtype, device=slots.device).masked_fill_(
-                out_of_sight, -torch.inf
-            )
         flat = positions.flatten()
-        rope = tuple((cos[flat].unsqueeze(1), sin[flat].unsqueeze(1)) for cos, sin in cache.rope)
-        return cls(input_pos.size(0), width, kv_length, flat, rope, masks)
-
-    def folded_mask(self, window: int | None, heads_per_group: int) -> Tensor:
-        """The mask of a kind of layer, repeated for the R query heads of a group: `(B, 1, R * W, L)`."""
-        key = (window, heads_per_group)
-        if key not in self.folded_masks:
-            self.folded_masks[key] = self.masks[window].repeat(1, 1, heads_per_group, 1)
-        return self.folded_masks[key]
+        rope = tuple(table.index_select(0, flat).split(1, dim=1) for table in cache.rope)
+        return cls(
+            input_pos.size(0),
+            width,
+            kv_length,
+            flat,
+            rope,
+            {(window, copies): cache.mask(positions, kv_length, window, copies) for window, copies in kinds},
+        )
 
     def write(self, buffer: Tensor, new: Tensor) -> None:
         """Put `new` `(N, G, D)` into `buffer` `(B, G, S, D)` at this step's positions."""
@@ -129,6 +131,5 @@ class Step:
             self,
             positions=self.positions.to(device),
             rope=tuple((cos.to(device), sin.to(device)) for cos, sin in self.rope),
-            masks={window: mask.to(device) for window, mask in self.masks.items()},
-            folded_masks={},
+            masks={kind: mask.to(device) for kind, mask in self.masks.items()},
         )
