@@ -171,7 +171,9 @@ class DraftModelSession:
 
     def _allowed(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits of ids that may be proposed, (1, v)."""
-        logits = logits[0, :, : self._drafter.vocab_size]
+        logits = logits[0]
+        if logits.size(1) > self._drafter.vocab_size:
+            logits = logits[:, : self._drafter.vocab_size]
         if self._drafter.never is not None:
             logits = logits.index_fill(1, self._drafter.never, float("-inf"))
         return logits

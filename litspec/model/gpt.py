@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import litgpt.model
 import torch
+import torch.nn.functional as F
 from litgpt.config import Config
 from torch import Tensor, nn
 
 from litspec.errors import InputError
-from litspec.model.attention import CausalSelfAttention, MultiheadLatentAttention, mask_kind
+from litspec.model.attention import MAX_FOLDED_ROWS, CausalSelfAttention, MultiheadLatentAttention, mask_kind
 from litspec.model.bound import bound
 from litspec.model.kv_cache import KVCache, Step, kv_bucket
 from litspec.model.mlp import build_mlp
@@ -93,8 +95,13 @@ class GPT(nn.Module):
         for block in self.transformer.h:
             block.bind()
         self._ln_f, self._lm_head = bound(self.transformer.ln_f), bound(self.lm_head)
-        attentions = [block.attn for block in self.transformer.h]
-        self._attentions = {(a.window, a.n_head // a.n_query_groups, a.softcap) for a in attentions}
+        self._wte = partial(F.embedding, weight=self.transformer.wte.weight)
+        self._blocks = list(self.transformer.h)
+        kinds = [(a.window, a.n_head // a.n_query_groups, a.softcap) for a in (block.attn for block in self._blocks)]
+        self._mask_kinds, self._long_mask_kinds = (
+            {mask_kind(window, copies, width, softcap) for window, copies, softcap in kinds}
+            for width in (1, MAX_FOLDED_ROWS + 1)
+        )
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         result = super().load_state_dict(*args, **kwargs)
@@ -199,20 +206,19 @@ class GPT(nn.Module):
         return (logits, hidden[0]) if taps else logits
 
     def _step(self, cache: KVCache, input_pos: Tensor, width: int, kv_length: int) -> Step:
-        kinds = {mask_kind(*kind[:2], width, kind[2]) for kind in self._attentions}
+        kinds = self._mask_kinds if width <= MAX_FOLDED_ROWS else self._long_mask_kinds
         return Step.at(cache, input_pos, width, kv_length, kinds)
 
     def _rows(
         self, idx: Tensor, step: Step, cache: KVCache, taps: Sequence[int] = (), n_layer: int | None = None
     ) -> tuple[Tensor, list[Tensor]]:
         """The residual stream `(B, W, C)` before the final norm, and what the taps saw (in a list of one, or none)."""
-        x = self.transformer.wte(idx.flatten())
+        x = self._wte(idx.flatten())
         if self.config.scale_embeddings:
             # Gemma was trained with the factor rounded to the dtype of its weights.
             x = x * torch.tensor(self.config.n_embd**0.5, dtype=x.dtype)
         seen = {}
-        for i, block in enumerate(self.transformer.h[:n_layer]):
-            k_cache, v_cache = cache.k[i], cache.v[i]
+        for i, (block, k_cache, v_cache) in enumerate(zip(self._blocks[:n_layer], cache.k, cache.v)):
             if x.device != k_cache.device:
                 x, step = x.to(k_cache.device), step.to(k_cache.device)
             x = block(x, step, k_cache, v_cache)

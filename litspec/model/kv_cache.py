@@ -76,7 +76,7 @@ class KVCache:
         """What the rows at `positions` `(B, W)` see: 0 or -inf, `(B, 1, copies * W, kv_length)`."""
         if copies > 1 and positions.size(1) > 1:
             positions = positions.repeat(1, copies)
-        slots, rows = self.slots[:kv_length], positions[:, None, :, None]
+        slots, rows = self.slots[:kv_length], positions.view(positions.size(0), 1, -1, 1)
         hidden = slots > rows
         if window is not None and window < kv_length:
             hidden = hidden | (slots <= rows - window)
@@ -105,7 +105,7 @@ class Step:
     @classmethod
     def at(cls, cache: KVCache, input_pos: Tensor, width: int, kv_length: int, kinds: Collection[MaskKind]) -> Step:
         """The step of `width` rows from `input_pos` `(B,)` on, reading `kv_length` slots."""
-        positions = input_pos[:, None] + cache.slots[:width]
+        positions = input_pos.unsqueeze(1) + cache.slots[:width]
         flat = positions.flatten()
         rope = tuple(table.index_select(0, flat).split(1, dim=1) for table in cache.rope)
         return cls(
