@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from litspec.checkpoint import PairReport, check_pair, open_checkpoint
+from litspec.compiled import Graphs
 from litspec.decoding import Block, decode
 from litspec.demo import DEMO_DRAFT, DEMO_TARGET
 from litspec.drafters import Drafter, SpeculativeK, make_drafter, make_speculative_k
 from litspec.errors import InputError
+from litspec.model.packed import PackedLinear
 from litspec.placement import place
 from litspec.report import Piece, Pieces, Stats, make_stats, plot_acceptance, to_html
 from litspec.rounds import Placed, Rounds, TargetSession
@@ -146,6 +148,7 @@ class SpecLLM:
         quantize: Quantize | None = None,
         exit_layer: int | None = None,
         verify_width: int = 8,
+        compile: bool = False,
     ) -> SpecLLM:
         """Loads a target and its drafter.
 
@@ -169,6 +172,10 @@ class SpecLLM:
             exit_layer: Layers that draft, for "early_exit".
             verify_width: Rows the target verifies at once, always, at least `speculative_k` + 1. The bits of the text
                 depend on it, so it is fixed when loading.
+            compile: Run steps as compiled graphs (`torch.compile`), built before the first token of the first text of
+                its length: seconds to minutes once, for more tokens a second. Their bits are not those of uncompiled
+                steps, so where two tokens are nearly equal the text may be another; with and without a drafter it is
+                the same.
 
         Raises:
             InputError: A ValueError; a sentence about a folder, file or setting that cannot be used.
@@ -200,6 +207,7 @@ class SpecLLM:
             draft_placement=draft_placement,
             quantize=quantize,
             verify_width=verify_width,
+            compile=compile,
         )
         chosen = make_drafter(drafter, placed, pair=pair, exit_layer=exit_layer)
         return cls(placed, codec, chosen, pair, embedded)
@@ -214,6 +222,23 @@ class SpecLLM:
         placed = self.placed if verify_width is None else replace(self.placed, verify_width=verify_width)
         chosen = make_drafter(drafter, placed, pair=self._pair, exit_layer=exit_layer)
         return SpecLLM(placed, self.codec, chosen, self._pair, self._embedded)
+
+    def compiled(self) -> SpecLLM:
+        """The same weights and the same kind of drafter, with steps that run as compiled graphs; see `load`.
+
+        Raises:
+            InputError: Where that is not possible.
+        """
+        if any(isinstance(module, PackedLinear) for module in self.placed.model.modules()):
+            raise InputError("compiled() needs weights as they are in the file; load with compile=True instead.")
+        placed = replace(self.placed, graphs=Graphs(self.placed.device))
+        drafter = self.drafter.compiled(placed.graphs) if hasattr(self.drafter, "compiled") else self.drafter
+        return SpecLLM(placed, self.codec, drafter, self._pair, self._embedded)
+
+    @property
+    def compile_seconds(self) -> float:
+        """What building compiled graphs took until now."""
+        return 0.0 if self.placed.graphs is None else self.placed.graphs.seconds
 
     @property
     def verify_width(self) -> int:
@@ -373,11 +398,12 @@ class SpecLLM:
         sampler: Sampler,
         choose_k: SpeculativeK,
     ) -> Iterator[list[Piece] | Completion]:
-        began = time.perf_counter()
         target = self._take_session(max_length, stop_ids)
         drafter = self.drafter
         draft = drafter.begin(target, max_length, sampler) if drafter is not None else None
         rounds = Rounds(target, draft, sampler, choose_k, taps=drafter.taps if drafter is not None else ())
+        rounds.warm_up()
+        began = time.perf_counter()
         # The text goes on from the prompt: a space that begins it is kept, whatever the tokenizer.
         text = Pieces(self.codec.detokenizer(after=ids))
         token_ids: list[int] = []

@@ -7,7 +7,7 @@ positions of a single text; batches of one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -15,9 +15,10 @@ import torch.nn.functional as F
 
 from litspec.decoding import Round
 from litspec.errors import InputError
-from litspec.sampling import Sampler, Verified, right_prefix
+from litspec.sampling import Distribution, Inputs, Position, Sampler, right_prefix
 
 if TYPE_CHECKING:
+    from litspec.compiled import Graphs
     from litspec.drafters.base import DraftSession
     from litspec.drafters.speculative_k import SpeculativeK
     from litspec.model import GPT, KVCache
@@ -34,6 +35,7 @@ class Placed(Protocol):
         device: Where tokens and logits are.
         verify_width: W, the rows of every verification.
         draft_model: The model of the draft checkpoint, where there is one.
+        graphs: Of compiled steps; None where steps run as they are.
         rank: This process among those that were launched together, 0 for one alone.
         world_size: How many they are.
         is_rank_zero: Whether this process is the one that prints and writes.
@@ -43,6 +45,7 @@ class Placed(Protocol):
     device: torch.device
     verify_width: int
     draft_model: GPT | None
+    graphs: Graphs | None
     rank: int
     world_size: int
 
@@ -79,6 +82,7 @@ class TargetSession:
         cache: Keys and values; positions behind the committed ones hold leftovers that nothing reads.
         device: Where tokens and logits are.
         verify_width: W.
+        graphs: Of compiled steps; None where steps run as they are.
         stop_ids: Single tokens that end the text, for drafters that want to cut their proposals.
     """
 
@@ -88,8 +92,13 @@ class TargetSession:
         self.config = placed.model.config
         self.device = placed.device
         self.verify_width = placed.verify_width
+        self.graphs: Graphs | None = getattr(placed, "graphs", None)
         self.stop_ids = tuple(stop_ids)
-        self.cache: KVCache = placed.model.make_cache(max_length, width=self.verify_width)
+        self.cache: KVCache = placed.model.make_cache(
+            max_length, width=self.verify_width, powers_of_two=self.graphs is not None
+        )
+        if self.graphs is not None:
+            self.graphs.adopt(self.cache)
         self.max_length = max_length
         self._tokens: list[int] = []  # the prompt whose keys and values the cache holds
         self._logits: torch.Tensor | None = None  # (1, V), what followed it
@@ -153,6 +162,40 @@ class TargetSession:
             buffer.zero_()
 
 
+def outcome(
+    sampler: Sampler,
+    logits: torch.Tensor,
+    position: Position,
+    tokens: torch.Tensor,
+    q: Distribution | None,
+    stops: torch.Tensor | None,
+    width: int,
+    inputs: Inputs | None = None,
+) -> torch.Tensor:
+    """Chooses tokens and packs all that the host must know of a round: (3 + W,) int64.
+
+    These are the number accepted, whether all numbers were finite, the number proposed, and the W tokens to choose
+    from. It has one size, so that ranks whose drafters differ still understand each other.
+
+    Args:
+        sampler: Chooses.
+        logits: (m + 1, V), the target's.
+        position: Where the first proposal stands.
+        tokens: (m,), the proposal, at the end perhaps -1 for nothing.
+        q: What they were drawn from.
+        stops: (s,), tokens that end the text; None for none.
+        width: W.
+        inputs: The sampler's, in a compiled graph.
+    """
+    verified = sampler.verify(logits, position, tokens, q, inputs)
+    accepted = verified.accepted
+    if tokens.size(0) and stops is not None:
+        # What was proposed behind a stop is no part of the text and should not count as accepted.
+        accepted = accepted.minimum(right_prefix(~(tokens.unsqueeze(1) == stops).any(1)) + 1)
+    head = torch.stack((accepted, verified.finite.long(), (tokens >= 0).sum()))
+    return torch.cat((head, F.pad(verified.tokens, (0, width - verified.tokens.size(0)))))
+
+
 class Rounds:
     """Prefill and rounds of one text.
 
@@ -183,7 +226,9 @@ class Rounds:
         self._sampler = sampler
         self._choose_k = choose_k
         self._prompt: list[int] = []
-        self._stops = torch.tensor(target.stop_ids, dtype=torch.int64, device=target.device).unsqueeze(0)
+        self._stops = torch.tensor(target.stop_ids, device=target.device) if target.stop_ids else None
+        self._last = torch.zeros(1, dtype=torch.int64, device=target.device)
+        self._q_like: Distribution | None = None  # of the form that the drafter's distributions have
         self._none = torch.empty(0, dtype=torch.int64, device=target.device)
         self.speculative_k = choose_k.choose()
         self.draft_seconds = 0.0
@@ -195,8 +240,8 @@ class Rounds:
         self._prompt = list(prompt)
         logits, hidden = self._target.prefill(self._prompt, self._taps)
         position = len(self._prompt)
-        verified = self._sampler.verify(logits, position, self._none)
-        tokens, _ = self._read(verified, 0, position, lambda accepted: self.speculative_k)
+        packed = outcome(self._sampler, logits, position, self._none, None, None, self._target.verify_width)
+        tokens, _ = self._read(packed, position, lambda accepted, proposed: self.speculative_k)
         if self._draft is not None:
             shifted = None if hidden is None else F.pad(hidden, (0, 0, 1, 0))
             self._draft.extend(self._prompt, 0, None if shifted is None else shifted[:-1])
@@ -207,6 +252,8 @@ class Rounds:
     def step(self, token: Sequence[int], input_pos: int, k: int) -> Round:
         """One round, see `decoding.decode`."""
         began = time.perf_counter()
+        if self._target.graphs is not None:
+            self._target.graphs.begin_round()
         last = token[0]
         k = min(k, self._target.verify_width - 1)
         proposal, q = self._none, None
@@ -217,42 +264,108 @@ class Rounds:
             q = None if q is None else q.first(k)
         drafted = time.perf_counter()
 
-        logits, hidden = self._target.verify(last, input_pos, proposal, self._taps)
-        verified = self._sampler.verify(logits[: proposal.size(0) + 1], input_pos + 1, proposal, q)
-        if proposal.size(0) and self._target.stop_ids:
-            # What was proposed behind a stop is no part of the text and should not count as accepted.
-            up_to_stop = right_prefix(~(proposal.unsqueeze(1) == self._stops).any(1)) + 1
-            verified = verified._replace(accepted=verified.accepted.minimum(up_to_stop))
+        hidden = None
+        if self._target.graphs is not None:
+            packed = self._verify_compiled(last, input_pos, proposal, q)
+        else:
+            logits, hidden = self._target.verify(last, input_pos, proposal, self._taps)
+            packed = outcome(
+                self._sampler,
+                logits[: proposal.size(0) + 1],
+                input_pos + 1,
+                proposal,
+                q,
+                self._stops,
+                self._target.verify_width,
+            )
 
-        def next_k(accepted: int) -> int:
+        def next_k(accepted: int, proposed: int) -> int:
             seconds = time.perf_counter() - began
-            self._choose_k.observe(proposed=proposal.size(0), accepted=accepted, seconds=seconds, limit=k)
+            self._choose_k.observe(proposed=proposed, accepted=accepted, seconds=seconds, limit=k)
             return self._choose_k.choose()
 
-        tokens, proposed = self._read(verified, proposal.size(0), input_pos + 1, next_k)
+        tokens, proposed = self._read(packed, input_pos + 1, next_k)
         if self._draft is not None:
             self._draft.extend(tokens, input_pos + 1, None if hidden is None else hidden[: len(tokens)])
         self.draft_seconds += drafted - began
         self.verify_seconds += time.perf_counter() - drafted
         return Round(tokens, proposed)
 
-    def _read(
-        self, verified: Verified, proposed: int, position: int, next_k: Callable[[int], int]
-    ) -> tuple[list[int], int]:
-        """The one device-to-host read of a round: the tokens to commit and the number proposed; sets the next k.
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Builds the graphs that the text will need, where steps are compiled; before the prefill.
 
-        What is read has one size, so that ranks whose drafters differ still understand each other.
+        Raises:
+            InputError: The drafter wants what a graph does not give, or the compiler failed.
         """
         target = self._target
-        packed = torch.cat(
-            (
-                verified.accepted.view(1),
-                verified.finite.view(1),
-                torch.full((1,), proposed, device=target.device),
-                F.pad(verified.tokens, (0, target.verify_width - verified.tokens.size(0))),
+        if target.graphs is None:
+            return
+        if self._taps:
+            raise InputError(
+                f"The drafter wants to see the target's states (taps = {self._taps}), which compiled graphs do not "
+                "hand out; load without compile."
             )
-        )
-        accepted, finite, proposed, *tokens, k = target.placed.agree(packed, lambda outcome: next_k(outcome[0]))
+        before = len(target.graphs)
+        most_k = min(self._choose_k.most, target.verify_width - 1)
+        if hasattr(self._draft, "warm_up") and most_k > 0:
+            self._draft.warm_up(most_k)
+            self._q_like = self._draft.q_like()
+        for kv_length in target.cache.buckets(target.max_length + target.verify_width - 1):
+            if self._key(kv_length, self._q_like) not in target.graphs:
+                # In the last slots, before anything stands in the cache that counts.
+                self._verify_compiled(0, target.cache.size - target.verify_width, self._none, None, kv_length)
+        if len(target.graphs) > before:
+            target.forget()
+
+    def _key(self, kv_length: int, q: Distribution | None) -> Hashable:
+        target = self._target
+        form = None if q is None else (q.probs.size(1), q.ids is None)
+        shapes = target.verify_width, target.cache.size, kv_length, len(target.stop_ids), form
+        return "verify", target.model, self._sampler.kind, shapes
+
+    def _verify_compiled(
+        self, last: int, input_pos: int, proposal: torch.Tensor, q: Distribution | None, kv_length: int | None = None
+    ) -> torch.Tensor:
+        """`outcome` of a round in one graph; its shapes do not depend on how many tokens were proposed."""
+        target, sampler, stops = self._target, self._sampler, self._stops
+        model, width, cache = target.model, target.verify_width, target.cache
+        missing = width - 1 - proposal.size(0)
+        proposal = F.pad(proposal, (0, missing), value=-1)
+        if q is None and self._q_like is not None and missing == width - 1:
+            q = self._q_like
+        if q is not None:
+            rows = (0, 0, 0, width - 1 - q.probs.size(0))
+            q = Distribution(F.pad(q.probs, rows), None if q.ids is None else F.pad(q.ids, rows))
+        kv_length = kv_length or cache.bucket(input_pos + width)
+
+        def make() -> Callable[..., torch.Tensor]:
+            def verify(
+                cache: KVCache,
+                last: torch.Tensor,
+                input_pos: torch.Tensor,
+                tokens: torch.Tensor,
+                q: Distribution | None,
+                stops: torch.Tensor | None,
+                inputs: Inputs,
+            ) -> torch.Tensor:
+                block = torch.cat((last, tokens.clamp_min(0))).view(1, width)
+                logits = model.verify(block, input_pos, cache, kv_length=kv_length)[0]
+                return outcome(sampler, logits, input_pos + 1, tokens, q, stops, width, inputs)
+
+            return verify
+
+        vocab_size = target.config.padded_vocab_size
+        columns = min(sampler.sampling.top_k or vocab_size, vocab_size)
+        inputs = sampler.inputs(target.device, rows=width, columns=columns)
+        position = cache.slots[input_pos : input_pos + 1]
+        args = (cache, self._last.fill_(last), position, proposal, q, stops, inputs)
+        return target.graphs.call(self._key(kv_length, q), make, *args)
+
+    def _read(self, packed: torch.Tensor, position: int, next_k: Callable[[int, int], int]) -> tuple[list[int], int]:
+        """The one device-to-host read of a round: the tokens to commit and the number proposed; sets the next k."""
+        target = self._target
+        accepted, finite, proposed, *tokens, k = target.placed.agree(packed, lambda outcome: next_k(*outcome[:3:2]))
         if not finite:
             target.forget()
             raise InputError(

@@ -8,6 +8,7 @@ type.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,6 +18,9 @@ import torch.nn.functional as F
 
 from litspec.errors import InputError
 from litspec.types import SamplerName
+
+# Of the first row: a number, or (1,) in a compiled graph.
+Position = int | torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -143,6 +147,26 @@ class Verified(NamedTuple):
     finite: torch.Tensor
 
 
+class Inputs(NamedTuple):
+    """What a choice depends on beside logits and settings, as tensors: a compiled graph then serves every text.
+
+    Attributes:
+        banned_until: (1,) int64.
+        key: Of the coupled sampler, (2,) int64: the seed's lowest 32 bits, and those above.
+        uniform: Of the rejection sampler, (rows - 1,) in [0, 1).
+        clocks: The same, (draws, K) exponential.
+    """
+
+    banned_until: torch.Tensor
+    key: torch.Tensor | None = None
+    uniform: torch.Tensor | None = None
+    clocks: torch.Tensor | None = None
+
+    def draw(self, i: int) -> Inputs:
+        """Those of the i-th of several draws."""
+        return self if self.clocks is None else self._replace(clocks=self.clocks[i : i + 1])
+
+
 class Sampler:
     """Chooses tokens, for target and drafter alike.
 
@@ -156,13 +180,42 @@ class Sampler:
         self.sampling = sampling
         self._banned = list(banned)
         self._banned_until = banned_until if self._banned else 0
+        self._constants: dict[torch.device, Inputs] = {}
 
-    def draw(self, logits: torch.Tensor, position: int) -> tuple[torch.Tensor, Distribution | None]:
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What a compiled graph of `draw` or `verify` depends on: equal for texts that may share it."""
+        return type(self), self.sampling, tuple(self._banned)
+
+    def inputs(self, device: torch.device, *, rows: int = 1, draws: int = 1, columns: int = 0) -> Inputs:
+        """What the text's next choice depends on, to be handed to `draw` or `verify`.
+
+        Args:
+            device: Where the logits are.
+            rows: Rows that `verify` will be given.
+            draws: How often something is drawn.
+            columns: K, candidates of a row.
+        """
+        if device not in self._constants:
+            self._constants[device] = Inputs(torch.tensor([self._banned_until], device=device), self._key(device))
+        return self._constants[device]
+
+    def _key(self, device: torch.device) -> torch.Tensor | None:
+        return None
+
+    def on(self, device: torch.device) -> Sampler:
+        """The same sampler for logits on another device than the target's."""
+        return self
+
+    def draw(
+        self, logits: torch.Tensor, position: Position, inputs: Inputs | None = None
+    ) -> tuple[torch.Tensor, Distribution | None]:
         """One token from one row.
 
         Args:
             logits: (1, V), of whatever model.
             position: Where the token will stand.
+            inputs: Where the sampler is not to use its own: in a compiled graph.
 
         Returns:
             The token, (1,) int64, and the distribution to report with it, the one it was drawn from; None where
@@ -171,22 +224,32 @@ class Sampler:
         raise NotImplementedError
 
     def verify(
-        self, logits: torch.Tensor, position: int, tokens: torch.Tensor, q: Distribution | None = None
+        self,
+        logits: torch.Tensor,
+        position: Position,
+        tokens: torch.Tensor,
+        q: Distribution | None = None,
+        inputs: Inputs | None = None,
     ) -> Verified:
         """Accepts the longest right prefix of a proposal and adds one token of the target's own.
 
         Args:
             logits: (m + 1, V), the target's; row i stands for the token at `position + i`.
             position: Where the first proposal stands.
-            tokens: (m,) int64, the proposal; m = 0 is a plain step.
+            tokens: (m,) int64, the proposal; m = 0 is a plain step. It may end in -1: nothing was proposed there.
             q: m rows, the processed distributions that the proposal was drawn from; None where it was not drawn.
+            inputs: Where the sampler is not to use its own: in a compiled graph.
         """
         raise NotImplementedError
 
-    def ban(self, logits: torch.Tensor, position: int) -> torch.Tensor:
+    def ban(self, logits: torch.Tensor, position: Position, inputs: Inputs | None = None) -> torch.Tensor:
         """Takes the banned ids out of the rows before `banned_until`; row i stands for the token at `position + i`."""
-        rows = self._banned_until - position
-        if rows > 0:
+        if inputs is not None and self._banned:
+            ids = torch.arange(logits.size(1), device=logits.device)
+            hidden = functools.reduce(torch.logical_or, [ids == i for i in self._banned])
+            early = torch.arange(logits.size(0), device=logits.device) + position < inputs.banned_until
+            return torch.where(early.unsqueeze(1) & hidden, float("-inf"), logits)
+        if inputs is None and (rows := self._banned_until - position) > 0:
             logits = logits.clone()
             logits[:rows, [i for i in self._banned if i < logits.size(-1)]] = float("-inf")
         return logits
@@ -200,14 +263,19 @@ def right_prefix(right: torch.Tensor) -> torch.Tensor:
 class Greedy(Sampler):
     """The most likely token; the lowest id where several are."""
 
-    def draw(self, logits: torch.Tensor, position: int) -> tuple[torch.Tensor, None]:
-        return self.ban(logits, position).max(-1).indices, None
+    def draw(self, logits: torch.Tensor, position: Position, inputs: Inputs | None = None) -> tuple[torch.Tensor, None]:
+        return self.ban(logits, position, inputs).max(-1).indices, None
 
     def verify(
-        self, logits: torch.Tensor, position: int, tokens: torch.Tensor, q: Distribution | None = None
+        self,
+        logits: torch.Tensor,
+        position: Position,
+        tokens: torch.Tensor,
+        q: Distribution | None = None,
+        inputs: Inputs | None = None,
     ) -> Verified:
         # `max` finds the index several times faster than `argmax` on a CPU, and a NaN is its greatest value.
-        values, own = self.ban(logits, position).max(-1)
+        values, own = self.ban(logits, position, inputs).max(-1)
         return Verified(own, right_prefix(own[:-1] == tokens), values.isfinite().all())
 
 
@@ -232,29 +300,52 @@ class Rejection(Sampler):
         super().__init__(sampling, banned, banned_until)
         self._generator = generator
 
-    def _draw(self, weights: Distribution) -> torch.Tensor:
+    def inputs(self, device: torch.device, *, rows: int = 1, draws: int = 1, columns: int = 0) -> Inputs:
+        constants = super().inputs(device)
+        uniform = torch.rand(rows - 1, generator=self._generator, device=device)
+        clocks = torch.empty(draws, columns, device=device).exponential_(generator=self._generator)
+        return constants._replace(uniform=uniform, clocks=clocks)
+
+    def on(self, device: torch.device) -> Sampler:
+        seed = torch.initial_seed() if self._generator is None else self._generator.initial_seed()
+        generator = torch.Generator(device).manual_seed((seed + 1) & 0x7FFFFFFFFFFFFFFF)
+        return Rejection(self.sampling, self._banned, self._banned_until, generator)
+
+    def _draw(self, weights: Distribution, inputs: Inputs | None) -> torch.Tensor:
         """One token from one row, which need not sum to 1: the first of K exponential clocks to ring."""
-        noise = torch.empty_like(weights.probs).exponential_(generator=self._generator)
-        column = (weights.probs / noise.clamp_min_(torch.finfo(noise.dtype).tiny)).max(-1).indices
+        if inputs is None:
+            clocks = torch.empty_like(weights.probs).exponential_(generator=self._generator)
+        else:
+            clocks = inputs.clocks
+        column = (weights.probs / clocks.clamp_min(torch.finfo(clocks.dtype).tiny)).max(-1).indices
         return column if weights.ids is None else weights.ids[0].gather(0, column)
 
-    def draw(self, logits: torch.Tensor, position: int) -> tuple[torch.Tensor, Distribution]:
-        distribution = processed(self.ban(logits, position), self.sampling)
-        return self._draw(distribution), distribution
+    def draw(
+        self, logits: torch.Tensor, position: Position, inputs: Inputs | None = None
+    ) -> tuple[torch.Tensor, Distribution]:
+        distribution = processed(self.ban(logits, position, inputs), self.sampling)
+        return self._draw(distribution, inputs), distribution
 
     def verify(
-        self, logits: torch.Tensor, position: int, tokens: torch.Tensor, q: Distribution | None = None
+        self,
+        logits: torch.Tensor,
+        position: Position,
+        tokens: torch.Tensor,
+        q: Distribution | None = None,
+        inputs: Inputs | None = None,
     ) -> Verified:
         m = tokens.size(0)
-        p = processed(self.ban(logits, position), self.sampling)
+        p = processed(self.ban(logits, position, inputs), self.sampling)
         finite = p.probs.isfinite().all()
         if m == 0:
-            return Verified(self._draw(p), torch.zeros((), dtype=torch.int64, device=tokens.device), finite)
+            return Verified(self._draw(p, inputs), torch.zeros((), dtype=torch.int64, device=tokens.device), finite)
 
-        p_x = Distribution(p.probs[:m], None if p.ids is None else p.ids[:m]).of(tokens)
-        q_x = torch.ones_like(p_x) if q is None else q.of(tokens)
-        uniform = torch.rand(m, generator=self._generator, device=p_x.device)
-        accepted = right_prefix(uniform * q_x < p_x)
+        proposed = tokens >= 0
+        x = tokens.clamp_min(0)
+        p_x = p.first(m).of(x)
+        q_x = torch.ones_like(p_x) if q is None else q.of(x)
+        uniform = torch.rand(m, generator=self._generator, device=p_x.device) if inputs is None else inputs.uniform
+        accepted = right_prefix((uniform * q_x < p_x) & proposed)
 
         # The row behind the accepted prefix, and the proposal's distribution there; none is left behind the last.
         p_n = p.row(accepted.view(1))
@@ -266,10 +357,10 @@ class Rejection(Sampler):
         else:
             q_n = q.row(last).at(p_n)
             finite = finite & q.probs.isfinite().all()
-        residual = (p_n.probs - q_n * (accepted < m)).clamp_min(0)
+        residual = (p_n.probs - q_n * (accepted < proposed.sum())).clamp_min(0)
         # Where p and q are equal up to rounding nothing is left over; then p itself is the limit.
         residual = torch.where(residual.sum() > 0, residual, p_n.probs)
-        own = self._draw(Distribution(residual, p_n.ids))
+        own = self._draw(Distribution(residual, p_n.ids), inputs)
 
         places = torch.arange(m + 1, device=tokens.device)
         return Verified(torch.where(places < accepted, F.pad(tokens, (0, 1)), own), accepted, finite)
@@ -290,12 +381,17 @@ class Coupled(Sampler):
         super().__init__(sampling, banned, banned_until)
         self._seed = seed
 
-    def _choose(self, logits: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _key(self, device: torch.device) -> torch.Tensor:
+        return torch.tensor([self._seed & _MASK, self._seed >> 32 & _MASK], device=device)
+
+    def _choose(
+        self, logits: torch.Tensor, position: Position, inputs: Inputs | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The choice of each row, (R,), and whether all logits were numbers, ()."""
-        p = processed(self.ban(logits, position), self.sampling)
+        p = processed(self.ban(logits, position, inputs), self.sampling)
         ids = torch.arange(p.probs.size(1), device=p.probs.device).unsqueeze(0) if p.ids is None else p.ids
-        positions = torch.arange(position, position + logits.size(0), device=p.probs.device)
-        scores = p.probs.log() + gumbel_noise(self._seed, positions, ids)
+        positions = torch.arange(logits.size(0), device=p.probs.device) + position
+        scores = p.probs.log() + gumbel_noise(self._seed if inputs is None else inputs.key, positions, ids)
         values, columns = scores.max(-1)
         if p.ids is not None:
             # The lowest id wins a tie, in whatever order top-k left the candidates. Asked this way round, NaN leaves an
@@ -304,13 +400,18 @@ class Coupled(Sampler):
             columns = ties.min(-1).values
         return columns, p.probs.isfinite().all()
 
-    def draw(self, logits: torch.Tensor, position: int) -> tuple[torch.Tensor, None]:
-        return self._choose(logits, position)[0], None
+    def draw(self, logits: torch.Tensor, position: Position, inputs: Inputs | None = None) -> tuple[torch.Tensor, None]:
+        return self._choose(logits, position, inputs)[0], None
 
     def verify(
-        self, logits: torch.Tensor, position: int, tokens: torch.Tensor, q: Distribution | None = None
+        self,
+        logits: torch.Tensor,
+        position: Position,
+        tokens: torch.Tensor,
+        q: Distribution | None = None,
+        inputs: Inputs | None = None,
     ) -> Verified:
-        own, finite = self._choose(logits, position)
+        own, finite = self._choose(logits, position, inputs)
         return Verified(own, right_prefix(own[:-1] == tokens), finite)
 
 
@@ -324,11 +425,11 @@ def _hash(x: Any) -> Any:
     return x ^ (x >> 16)
 
 
-def gumbel_noise(seed: int, positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def gumbel_noise(seed: int | torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Standard Gumbel noise from a counter.
 
     Args:
-        seed: Its lowest 64 bits count.
+        seed: Its lowest 64 bits count; a number, or (2,) int64: its lowest 32 bits, and those above.
         positions: (R,) int64.
         ids: (R, K) or (1, K) int64, token ids.
 
@@ -338,7 +439,7 @@ def gumbel_noise(seed: int, positions: torch.Tensor, ids: torch.Tensor) -> torch
     # The seed is scrambled before a position meets it: seeds 0 and 1 must not share their noise at neighbouring
     # positions. Two keys a position, since of one key of 32 bits two positions of a long text would have the same
     # noise, shifted by a few ids. The constants keep zeros apart, which the hash leaves zero.
-    low, high = seed & _MASK, seed >> 32 & _MASK
+    low, high = seed if isinstance(seed, torch.Tensor) else (seed & _MASK, seed >> 32 & _MASK)
     key = _hash(positions ^ _hash(_hash(low ^ 0x9E3779B9) ^ high)).unsqueeze(1)
     other = _hash(_hash(key ^ 0x85EBCA6B) ^ low)
     bits = _hash(_hash(ids ^ key) ^ other)

@@ -75,6 +75,7 @@ def verify(
     precision: Precision | None = None,
     draft_precision: Precision | None = None,
     draft_device: str | None = None,
+    compile: bool = False,
     output_format: Literal["text", "json"] = "text",
 ) -> int:
     """Prove on your own pair that speculation changes the speed, never the text.
@@ -102,6 +103,7 @@ def verify(
         precision: Of the target's weights; by default bf16-true on a GPU that has it, 32-true on a CPU.
         draft_precision: Of the draft model's weights; by default the target's.
         draft_device: Device of the draft model; by default the target's.
+        compile: Verify compiled steps.
         output_format: text prints a table, json one object.
     """
     from rich.console import Console
@@ -123,6 +125,7 @@ def verify(
         precision=precision,
         draft_precision=draft_precision,
         draft_device=draft_device,
+        compile=compile,
     )
     prompts = read_prompts(prompts_file)
     drafters = ["prompt_lookup", "early_exit"]

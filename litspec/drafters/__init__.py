@@ -86,5 +86,6 @@ def make_drafter(
             max_k=max_k,
             vocab_size=pair.shared_vocab_size if pair is not None else None,
             excluded=pair.excluded if pair is not None else (),
+            graphs=getattr(placed, "graphs", None),
         )
     raise InputError(f"drafter must be one of {', '.join(get_args(DrafterName))}, got {drafter!r}")

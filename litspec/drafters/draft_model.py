@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -9,14 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from litspec.drafters.autoregressive import draft_tokens, step_bytes
+from litspec.drafters.autoregressive import CompiledDraft, draft_tokens, step_bytes
 from litspec.drafters.base import Proposal
 from litspec.model import GPT, KVCache
-from litspec.sampling import Distribution, Rejection, Sampler
+from litspec.sampling import Distribution, Sampler
 
 if TYPE_CHECKING:
     from litgpt import Config
 
+    from litspec.compiled import Graphs
     from litspec.rounds import TargetSession
 
 # Rows that a prompt is read in; a text's drafts then do not depend on whether its prompt had been read before.
@@ -35,6 +37,7 @@ class DraftModel:
         max_k: Most proposals a round.
         vocab_size: Ids below it may be proposed; None: those that both models have.
         excluded: Ids that must never be proposed.
+        graphs: Of compiled steps; None to run as it is.
     """
 
     taps: tuple[int, ...] = ()
@@ -47,14 +50,17 @@ class DraftModel:
         max_k: int,
         vocab_size: int | None = None,
         excluded: Sequence[int] = (),
+        graphs: Graphs | None = None,
     ) -> None:
         self.model = model
+        self.graphs = graphs
         self.device = model.lm_head.weight.device
         self.max_k = max_k
         self.step_bytes = step_bytes(model)
         shared = min(model.config.padded_vocab_size, target_config.padded_vocab_size)
         self.vocab_size = shared if vocab_size is None else min(shared, vocab_size)
         never = [i for i in excluded if i < self.vocab_size]
+        self.excluded = tuple(never)
         self.never = torch.tensor(never, dtype=torch.int64, device=self.device) if never else None
         self.notes: list[str] = []
         if model.config.block_size < target_config.block_size:
@@ -65,6 +71,12 @@ class DraftModel:
         self._idle: tuple[KVCache, list[int]] | None = None  # a cache to use again, and the prompt that stands in it
         self._lock = threading.Lock()
 
+    def compiled(self, graphs: Graphs) -> DraftModel:
+        """The same with compiled steps."""
+        other = copy.copy(self)
+        other.graphs, other._idle, other._lock = graphs, None, threading.Lock()
+        return other
+
     def begin(self, target: TargetSession, max_length: int, sampler: Sampler) -> DraftModelSession:
         return DraftModelSession(self, target, max_length, sampler)
 
@@ -74,11 +86,22 @@ class DraftModel:
             idle, self._idle = self._idle, None
         if idle is not None and idle[0].max_seq_length >= max_length:
             return idle
-        return self.model.make_cache(max_length, width=1), []
+        cache = self.model.make_cache(max_length, width=1, powers_of_two=self.graphs is not None)
+        if self.graphs is not None:
+            self.graphs.adopt(cache)
+        return cache, []
 
     def give_back(self, cache: KVCache, prompt: list[int]) -> None:
         with self._lock:
             self._idle = cache, prompt
+
+    def allowed(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits (1, V) of ids that may be proposed, (1, v)."""
+        if logits.size(1) > self.vocab_size:
+            logits = logits[:, : self.vocab_size]
+        if self.never is not None:
+            logits = logits.index_fill(1, self.never, float("-inf"))
+        return logits
 
 
 class DraftModelSession:
@@ -94,7 +117,17 @@ class DraftModelSession:
         self._device = drafter.device
         self._target_device = target.device
         self._target_vocab_size = target.config.padded_vocab_size
-        self._sampler = _on_device(sampler, drafter.device, target.device)
+        self._sampler = sampler if drafter.device == target.device else sampler.on(drafter.device)
+        self._compiled: CompiledDraft | None = None
+        if drafter.graphs is not None:
+            self._compiled = CompiledDraft(
+                drafter.graphs,
+                drafter.model,
+                self._sampler,
+                vocab_size=drafter.vocab_size,
+                allowed=drafter.allowed,
+                name=drafter.excluded,
+            )
         self._limit = min(max_length, drafter.model.config.block_size)
         self._cache: KVCache | None = None
         self._tokens: list[int] = []  # the committed ones
@@ -122,14 +155,38 @@ class DraftModelSession:
         # The first step takes the last two tokens, or more: after a full acceptance the last proposal has not been run
         # yet, and a step of two rows costs what one of one row costs.
         first = min(self._filled, input_pos - 1)
-        rows = torch.tensor([self._tokens[first : input_pos + 1]], device=self._device)
-        if rows.size(1) == 2:
-            logits = self._run(rows, first)
+        if self._compiled is not None:
+            if first < input_pos - 1:
+                missed = torch.tensor([self._tokens[first : input_pos - 1]], device=self._device)
+                self._model.prefill(missed, cache, start=first, chunk_size=PREFILL_CHUNK)
+            rows = torch.tensor(self._tokens[input_pos - 1 : input_pos + 1], device=self._device)
+            tokens, q = self._compiled.propose(rows, input_pos - 1, k, cache)
         else:
-            logits = self._allowed(self._model.prefill(rows, cache, start=first, chunk_size=PREFILL_CHUNK))
-        tokens, q = draft_tokens(self._sampler, logits, self._run, input_pos + 1, k)
+            rows = torch.tensor([self._tokens[first : input_pos + 1]], device=self._device)
+            if rows.size(1) == 2:
+                logits = self._run(rows, first)
+            else:
+                logits = self._model.prefill(rows, cache, start=first, chunk_size=PREFILL_CHUNK)[0]
+                logits = self._drafter.allowed(logits)
+            tokens, q = draft_tokens(self._sampler, logits, self._run, input_pos + 1, k)
         self._filled, self._drafted = input_pos + 1, k - 1
+        return self._for_target(tokens, q)
 
+    def warm_up(self, k: int) -> None:
+        """Builds what proposals of up to k tokens will need, where steps are compiled."""
+        if self._compiled is not None:
+            cache, known = self._drafter.take(self._limit)
+            built = self._compiled.warm_up(2, cache, min(k, self._drafter.max_k), self._limit)
+            self._drafter.give_back(cache, [] if built else known)
+
+    def q_like(self) -> Distribution | None:
+        """No rows of the form that a proposal's distributions have, where steps are compiled."""
+        if self._compiled is None or (q := self._compiled.q_like()) is None:
+            return None
+        return self._for_target(q.probs[:, 0], q).q
+
+    def _for_target(self, tokens: torch.Tensor, q: Distribution | None) -> Proposal:
+        """On the target's device, over its vocabulary."""
         if q is not None:
             probs, ids = q.probs.to(self._target_device), None if q.ids is None else q.ids.to(self._target_device)
             if ids is None:
@@ -167,22 +224,4 @@ class DraftModelSession:
         kv_length = cache.bucket(input_pos + rows.size(1))
         # The position is a slice of a tensor that is there already: no copy to the device.
         position = cache.slots[input_pos : input_pos + 1]
-        return self._allowed(self._model.verify(rows, position, cache, kv_length=kv_length, last=1))
-
-    def _allowed(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits of ids that may be proposed, (1, v)."""
-        logits = logits[0]
-        if logits.size(1) > self._drafter.vocab_size:
-            logits = logits[:, : self._drafter.vocab_size]
-        if self._drafter.never is not None:
-            logits = logits.index_fill(1, self._drafter.never, float("-inf"))
-        return logits
-
-
-def _on_device(sampler: Sampler, device: torch.device, target_device: torch.device) -> Sampler:
-    """The same sampler for logits on the draft's device; a generator works on one device only."""
-    if device == target_device or not isinstance(sampler, Rejection):
-        return sampler
-    seed = torch.initial_seed() if sampler._generator is None else sampler._generator.initial_seed()
-    generator = torch.Generator(device).manual_seed((seed + 1) & 0x7FFFFFFFFFFFFFFF)
-    return Rejection(sampler.sampling, sampler._banned, sampler._banned_until, generator)
+        return self._drafter.allowed(self._model.verify(rows, position, cache, kv_length=kv_length, last=1)[0])

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from litspec.drafters.autoregressive import draft_tokens, step_bytes
+from litspec.drafters.autoregressive import CompiledDraft, draft_tokens, step_bytes
 from litspec.drafters.base import Proposal
 from litspec.errors import InputError
 from litspec.model import GPT
-from litspec.sampling import Sampler
+from litspec.sampling import Distribution, Sampler
 
 if TYPE_CHECKING:
     from litspec.rounds import TargetSession
@@ -59,6 +59,12 @@ class EarlyExitSession:
         self._drafter = drafter
         self._target = target
         self._sampler = sampler
+        self._compiled: CompiledDraft | None = None
+        if target.graphs is not None:
+            vocab_size = target.config.padded_vocab_size
+            self._compiled = CompiledDraft(
+                target.graphs, target.model, sampler, vocab_size=vocab_size, n_layer=drafter.exit_layer
+            )
 
     def extend(self, tokens: Sequence[int], input_pos: int, hidden: torch.Tensor | None = None) -> None:
         """The target's cache knows."""
@@ -69,7 +75,20 @@ class EarlyExitSession:
         first = torch.tensor([token], device=self._target.device)
         if k < 1:
             return Proposal(first[:0])
+        if self._compiled is not None:
+            return self._compiled.propose(first, input_pos, k, self._target.cache)
         return draft_tokens(self._sampler, self._step(first, input_pos), self._step, input_pos + 1, k)
+
+    def warm_up(self, k: int) -> None:
+        """Builds what proposals of up to k tokens will need, where steps are compiled."""
+        if self._compiled is not None:
+            target = self._target
+            if self._compiled.warm_up(1, target.cache, min(k, self._drafter.max_k), target.max_length):
+                target.forget()
+
+    def q_like(self) -> Distribution | None:
+        """No rows of the form that a proposal's distributions have, where steps are compiled."""
+        return None if self._compiled is None else self._compiled.q_like()
 
     def _step(self, token: torch.Tensor, input_pos: int) -> torch.Tensor:
         """Logits after one token, (1, V). One row, not W: a proposal need not have the target's bits."""

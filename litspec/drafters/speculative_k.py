@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 
 
 class SpeculativeK(Protocol):
-    """Chooses k for one text, before each round."""
+    """Chooses k for one text, before each round.
+
+    Attributes:
+        most: The largest k that it may choose.
+    """
+
+    most: int
 
     def choose(self) -> int:
         """The k of the next round; 0 for a plain step."""
@@ -46,10 +52,10 @@ class FixedK:
     """Always the same k."""
 
     def __init__(self, k: int) -> None:
-        self._k = k
+        self.most = k
 
     def choose(self) -> int:
-        return self._k
+        return self.most
 
     def observe(self, *, proposed: int, accepted: int, seconds: float, limit: int) -> None:
         pass
@@ -196,7 +202,7 @@ class AdaptiveK:
     FIRST_CHECK, CHECK = (3.0, 1), (1.5, 64)
 
     def __init__(self, most: int, step_cost: float, *, timed: bool) -> None:
-        self._most = most
+        self.most = most
         self._acceptance = Acceptance(most)
         self._times = RoundTimes(most, step_cost)
         self._timed = timed
@@ -223,7 +229,7 @@ class AdaptiveK:
     def _worth_a_try(self) -> bool:
         """Whether to propose one token though plain decoding pays best, as far as is known."""
         seconds = self._times.estimate()
-        could_pay = any((1 + k) * seconds[0] >= self.MARGIN * seconds[k] for k in range(1, self._most + 1))
+        could_pay = any((1 + k) * seconds[0] >= self.MARGIN * seconds[k] for k in range(1, self.most + 1))
         if not (could_pay or self._timed):
             return False
         if self._hopeful:

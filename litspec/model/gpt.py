@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from litspec.errors import InputError
 from litspec.model.attention import MAX_FOLDED_ROWS, CausalSelfAttention, MultiheadLatentAttention, mask_kind
 from litspec.model.bound import bound
-from litspec.model.kv_cache import KVCache, Step, kv_bucket
+from litspec.model.kv_cache import SMALLEST_COMPILED, KVCache, Step, kv_bucket
 from litspec.model.mlp import build_mlp
 from litspec.model.norm import build_norm
 
@@ -126,14 +126,15 @@ class GPT(nn.Module):
             max_seq_length: committed positions it must hold, at most the config's `block_size`.
             batch_size: sequences, B.
             width: rows of the widest block; that many slots come on top for the overhang of the last block.
-            powers_of_two: whether the buckets read double throughout, as compiled graphs want them.
+            powers_of_two: whether its size and the buckets read double throughout, as compiled graphs want them.
 
         Raises:
             InputError: `max_seq_length` exceeds the context length of the model.
         """
         self._check_length(max_seq_length)
         self.bind()
-        size = kv_bucket(max_seq_length + width)
+        size = max_seq_length + width
+        size = kv_bucket(max(size, SMALLEST_COMPILED) if powers_of_two else size, powers_of_two=powers_of_two)
         k, v = [], []
         for block in self.transformer.h:
             # Layers may lie on several devices, and their weights may be quantized; the embedding never is.

@@ -22,6 +22,10 @@ from torch import Tensor
 MaskKind = tuple[int | None, int]
 
 
+# A compiled graph costs more to build than the few slots it could save in a short text.
+SMALLEST_COMPILED = 256
+
+
 def kv_bucket(length: int, *, powers_of_two: bool = False) -> int:
     """The number of K/V slots read to cover `length` positions: 64, 128, 256, 512, then multiples of 512.
 
@@ -70,7 +74,16 @@ class KVCache:
 
     def bucket(self, length: int) -> int:
         """The `kv_length` that covers `length` positions of this cache."""
+        if self.powers_of_two:
+            length = max(length, SMALLEST_COMPILED)
         return min(kv_bucket(length, powers_of_two=self.powers_of_two), self.size)
+
+    def buckets(self, length: int) -> list[int]:
+        """Every `kv_length` that a text which grows to `length` positions will read, in order."""
+        found = [self.bucket(1)]
+        while found[-1] < min(length, self.size):
+            found.append(self.bucket(found[-1] + 1))
+        return found
 
     def mask(self, positions: Tensor, kv_length: int, window: int | None, copies: int) -> Tensor:
         """What the rows at `positions` `(B, W)` see: 0 or -inf, `(B, 1, copies * W, kv_length)`."""

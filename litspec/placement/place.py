@@ -20,6 +20,7 @@ from litgpt.config import Config
 from torch import Tensor
 
 from litspec.checkpoint import Checkpoint
+from litspec.compiled import Graphs
 from litspec.errors import InputError
 from litspec.model import GPT
 from litspec.placement.heartbeat import Heartbeat
@@ -83,6 +84,7 @@ def place(
     draft_placement: DraftPlacementName = "replicated",
     quantize: Quantize | None = None,
     verify_width: int = 8,
+    compile: bool = False,
 ) -> Placed:
     """Loads a pair and puts its weights where the placement says.
 
@@ -109,6 +111,7 @@ def place(
             or it is cut like the target.
         quantize: Quantize the target's linear layers with bitsandbytes, as LitGPT does.
         verify_width: W, the rows of every verification.
+        compile: Run the steps of target and draft as compiled graphs.
 
     Raises:
         InputError: A setting that cannot be used, a model that cannot be cut or does not fit.
@@ -130,13 +133,16 @@ def place(
         _check_quantize(quantize, homes[0], placement, ranks)
 
     there = _draft_device(draft_device, 1 if placement == "sequential" else ranks)
-    whole = Part(target, dtype, rows=verify_width)
+    if compile:
+        _check_compile(placement, quantize, draft_device)
+    # The compiler lays weights out as it likes.
+    whole = Part(target, dtype, rows=None if compile else verify_width)
     small = None
     if draft is not None:
         small_dtype = (
             dtype if draft_precision is None else dtype_of(draft_precision, there or homes[0], "draft_precision")
         )
-        small = Part(draft, small_dtype, there, rows=1)
+        small = Part(draft, small_dtype, there, rows=None if compile else 1)
 
     if placement == "sequential":
         return _place_sequential(whole, small, homes, verify_width)
@@ -144,7 +150,9 @@ def place(
         fabric, ranks = _fabric(accelerator=accelerator, devices=1), 1
     if ranks == 1:
         _start(fabric)
-        return Single(*_load(whole, small, fabric.device, 0, 1, quantize), fabric.device, verify_width)
+        graphs = Graphs(fabric.device) if compile else None
+        models = _load(whole, small, fabric.device, 0, 1, quantize)
+        return Single(*models, fabric.device, verify_width, graphs=graphs)
     if placement == "single":
         raise InputError(
             f"placement 'single' takes one device, but devices = {devices!r} are {ranks}; choose 'tensor_parallel', "
@@ -152,14 +160,28 @@ def place(
         )
 
     cut = placement != "replicate"
+    if cut and compile:
+        _check_compile("tensor_parallel", quantize, draft_device)
     if cut:
         whole, small = _cut(whole, small, draft_placement, ranks)
     fabric = _launch(accelerator, devices, num_nodes, "tensor_parallel" if cut else placement, ranks)
     rank = fabric.global_rank
     heartbeat = _heartbeat(rank, ranks)
     models = _load(whole, small, fabric.device, rank, ranks, quantize)
-    kind = TensorParallel if cut else Replica
-    return kind(*models, fabric.device, verify_width, rank, ranks, heartbeat)
+    if cut:
+        return TensorParallel(*models, fabric.device, verify_width, rank, ranks, heartbeat)
+    graphs = Graphs(fabric.device) if compile else None
+    return Replica(*models, fabric.device, verify_width, rank, ranks, graphs, heartbeat)
+
+
+def _check_compile(placement: str, quantize: str | None, draft_device: str | None) -> None:
+    """Raises InputError for what compiled graphs do not go with."""
+    if placement in ("tensor_parallel", "sequential"):
+        raise InputError(f"compile goes with one device for a whole pair (single, replicate), not with {placement!r}.")
+    if quantize is not None:
+        raise InputError(f"compile does not go with quantized weights (quantize = {quantize!r}).")
+    if draft_device is not None:
+        raise InputError(f"compile wants target and draft on one device; leave out draft_device = {draft_device!r}.")
 
 
 def _cut(whole: Part, small: Part | None, draft_placement: str, ranks: int) -> tuple[Part, Part | None]:

@@ -9,6 +9,7 @@ import torch
 from lightning.fabric.plugins import BitsandbytesPrecision
 
 from litspec.checkpoint import Checkpoint, load_weights, read_state_dict
+from litspec.compiled import Graphs
 from litspec.errors import InputError
 from litspec.model import GPT
 from litspec.model.packed import pack
@@ -25,6 +26,7 @@ class Single:
         verify_width: W.
         rank: This process among those that share the work, 0 for one process.
         world_size: How many they are.
+        graphs: Of compiled steps; None where steps run as they are.
     """
 
     model: GPT
@@ -33,6 +35,7 @@ class Single:
     verify_width: int
     rank: int = 0
     world_size: int = 1
+    graphs: Graphs | None = None
 
     @property
     def is_rank_zero(self) -> bool:

@@ -208,6 +208,7 @@ class TensorParallel:
         rank: This process ...
         world_size: ... of so many.
         heartbeat: Tells when another rank has died.
+        graphs: None: steps run as they are.
     """
 
     model: GPT
@@ -217,6 +218,7 @@ class TensorParallel:
     rank: int
     world_size: int
     heartbeat: Heartbeat
+    graphs: None = None
 
     @property
     def is_rank_zero(self) -> bool:

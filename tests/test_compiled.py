@@ -1,0 +1,232 @@
+"""Compiled steps: one text with every drafter, graphs built before its first token, and nothing of one text in them.
+
+Graphs take seconds each, so the pair is tiny, four rows are verified, and most tests share what was built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import lively_weights, tiny_config, write_checkpoint
+from torch._dynamo.utils import counters
+
+from litspec import SpecLLM
+from litspec.__main__ import main
+from litspec.compiled import Graphs, pieces
+from litspec.drafters import Proposal
+from litspec.errors import InputError
+from litspec.rounds import Rounds
+from litspec.sampling import Distribution, Sampling, make_sampler
+
+WIDTH = 4
+PROMPTS = ["abcabcabc", "The llama said: the llama said"]
+MODES = {
+    "greedy": dict(temperature=0.0),
+    "coupled": dict(temperature=1.0, top_k=20, sampler="coupled"),
+    "rejection": dict(temperature=1.0, top_k=20),
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A random target and a draft that agrees with it now and then: the same weights, disturbed."""
+    folder, config = tmp_path_factory.mktemp("pair"), tiny_config()
+    weights = lively_weights(config)
+    generator = torch.Generator().manual_seed(0)
+    noisy = {name: w + 0.01 * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
+    return (
+        write_checkpoint(folder / "target", config, weights=weights),
+        write_checkpoint(folder / "draft", config, weights=noisy),
+    )
+
+
+@pytest.fixture(scope="module")
+def llm(pair: tuple[Path, Path]) -> SpecLLM:
+    return SpecLLM.load(*pair, verify_width=WIDTH, compile=True, precision="32-true")
+
+
+def decode(llm: SpecLLM, mode: str, **settings: Any) -> list[list[int]]:
+    settings = MODES[mode] | dict(max_new_tokens=40, seed=1, speculative_k=3) | settings
+    return [out.token_ids for out in llm.generate(PROMPTS, **settings)]
+
+
+@pytest.mark.parametrize("mode", ["greedy", "coupled"])
+def test_a_compiled_text_is_the_same_with_every_drafter_and_every_k(llm: SpecLLM, mode: str) -> None:
+    alone = decode(llm.with_drafter("none"), mode)
+    assert len({len(set(text)) for text in alone} - {1, 2}) > 0  # texts that say something
+    outs = llm.generate(PROMPTS, **MODES[mode], max_new_tokens=40, seed=1, speculative_k=3)
+    assert [out.token_ids for out in outs] == alone
+    assert sum(out.stats.accepted for out in outs) > 0
+    others = (("draft_model", 1), ("draft_model", "auto"), ("prompt_lookup", 3), ("early_exit", 3))
+    # Graphs with the coupled sampler's noise in them take longest to build, and early exit has its own.
+    for drafter, k in others if mode == "greedy" else others[:3]:
+        assert decode(llm.with_drafter(drafter, exit_layer=1), mode, speculative_k=k) == alone, (drafter, k)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_graphs_are_built_before_the_first_token_and_serve_every_text(
+    llm: SpecLLM, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, ready = Rounds.warm_up, []
+
+    def warm_up(self: Rounds) -> None:
+        real(self)
+        ready.append((len(llm.placed.graphs), counters["stats"]["unique_graphs"]))
+
+    monkeypatch.setattr(Rounds, "warm_up", warm_up)
+    decode(llm, mode)
+    built = len(llm.placed.graphs), counters["stats"]["unique_graphs"]
+    assert ready == [built, built]  # all by the first text, none while it was written, none for the second
+    assert llm.compile_seconds > 0
+    # Other texts, lengths, seeds, stops and k: the same graphs, and the texts differ, so nothing of one was built in.
+    texts = {str(decode(llm, mode, seed=seed, speculative_k=k)) for seed in (1, 2, 3) for k in (3, 2, "auto")}
+    decode(llm, mode, max_new_tokens=7, min_new_tokens=5, stop="q")
+    llm.generate("y" * 100, **MODES[mode], max_new_tokens=100)
+    assert (len(llm.placed.graphs), counters["stats"]["unique_graphs"]) == built
+    assert len(texts) == {"greedy": 1, "coupled": 3}.get(mode, len(texts)) and (mode == "greedy" or len(texts) >= 3)
+
+
+def test_a_seed_gives_one_text_with_the_rejection_sampler(llm: SpecLLM) -> None:
+    assert decode(llm, "rejection", seed=5) == decode(llm, "rejection", seed=5) != decode(llm, "rejection", seed=6)
+
+
+def test_a_compiled_text_is_what_uncompiled_steps_write(llm: SpecLLM, pair: tuple[Path, Path]) -> None:
+    # Bits differ between the modes, by 1e-6 here; the greedy choices of these texts are further apart.
+    plain = SpecLLM.load(*pair, verify_width=WIDTH, precision="32-true")
+    assert decode(plain, "greedy") == decode(llm, "greedy")
+    assert decode(plain.compiled(), "greedy", max_new_tokens=10) == decode(plain, "greedy", max_new_tokens=10)
+    assert plain.compile_seconds == 0
+
+
+def test_a_longer_text_builds_what_it_needs_at_its_beginning(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    config = tiny_config(block_size=600)
+    target = write_checkpoint(tmp_path / "target", config, weights=lively_weights(config))
+    llm = SpecLLM.load(target, drafter="prompt_lookup", verify_width=2, compile=True)
+    uncompiled = SpecLLM.load(target, drafter="none", verify_width=2)
+    settings = dict(temperature=0.0, max_new_tokens=100)
+    short = llm.generate("abcabc", **settings)
+    assert len(llm.placed.graphs) == 1  # 256 slots
+    out = llm.generate("abcabc" * 60, **settings)
+    assert len(llm.placed.graphs) == 3  # 256 and 512, of a longer cache
+    assert out.token_ids == uncompiled.generate("abcabc" * 60, **settings).token_ids
+    assert llm.generate("abcabc", **settings).token_ids == short.token_ids
+
+
+def test_stop_tokens_are_banned_in_a_graph_as_long_as_they_are_to_be(llm: SpecLLM) -> None:
+    vocab, eos = 264, llm.codec.stop_tokens[0][0]
+    logits = torch.zeros(WIDTH, vocab)
+    logits[:, eos] = 9
+    for sampling in (Sampling(0), Sampling(1.0, 5), Sampling(1.0, 5, sampler="coupled")):
+        sampler = make_sampler(sampling, seed=1, banned=[eos], banned_until=12)
+        inputs = sampler.inputs(torch.device("cpu"), rows=WIDTH, columns=5)
+        tokens = torch.full((WIDTH - 1,), eos)
+        for position in (5, torch.tensor([5])):
+            assert sampler.verify(logits, position, tokens, None, inputs).accepted == 0
+        # The third row stands at position 12.
+        kept = sampler.ban(logits, torch.tensor([10]), inputs).isfinite()[:, eos]
+        assert kept.tolist() == [False, False, True, True]
+
+
+@pytest.mark.parametrize("top_k", [None, 6])
+@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("m", [0, 1, 3])
+def test_a_proposal_padded_to_the_width_is_judged_like_itself(top_k: int | None, drawn: bool, m: int) -> None:
+    vocab, columns = 20, top_k or 20
+    accepted = set()
+    for seed in range(300):
+        generator = torch.Generator().manual_seed(seed)
+        logits, draft_logits = torch.randn(2, WIDTH, vocab, generator=generator)
+        sampler = make_sampler(Sampling(0.7, top_k), seed=seed)
+        draws = [sampler.draw(draft_logits[i : i + 1], i) for i in range(m)]
+        tokens = torch.cat([token for token, _ in draws]) if m else torch.empty(0, dtype=torch.int64)
+        inputs = sampler.inputs(torch.device("cpu"), rows=WIDTH, columns=columns)
+        q = padded_q = None
+        if drawn:
+            parts = [torch.cat([getattr(q, name) for _, q in draws]) if m and getattr(draws[0][1], name) is not None
+                     else None for name in ("probs", "ids")]  # fmt: skip
+            q = Distribution(*parts) if m else None
+            rows = (0, 0, 0, WIDTH - 1 - m)
+            probs = parts[0] if m else torch.empty(0, columns)
+            ids = parts[1] if m else (torch.empty(0, columns, dtype=torch.int64) if top_k else None)
+            pad = torch.nn.functional.pad
+            padded_q = Distribution(pad(probs, rows), None if ids is None else pad(ids, rows))
+        alone = sampler.verify(logits[: m + 1], 0, tokens, q, inputs._replace(uniform=inputs.uniform[:m]))
+        padded = torch.cat((tokens, torch.full((WIDTH - 1 - m,), -1)))
+        whole = sampler.verify(logits, 0, padded, padded_q, inputs)
+        n = int(alone.accepted)
+        accepted.add(n)
+        assert int(whole.accepted) == n
+        assert whole.tokens[: n + 1].tolist() == alone.tokens[: n + 1].tolist()
+    assert accepted >= ({0, m} if drawn else {0})
+
+
+class Tapping:
+    """A drafter that wants the target's states."""
+
+    taps, max_k, step_bytes = (0,), 3, 0
+
+    def begin(self, target: Any, max_length: int, sampler: Any) -> Tapping:
+        return self
+
+    def extend(self, tokens: Sequence[int], input_pos: int, hidden: torch.Tensor | None = None) -> None:
+        pass
+
+    def propose(self, token: int, input_pos: int, k: int) -> Proposal:
+        return Proposal(torch.empty(0, dtype=torch.int64))
+
+
+def test_what_compiled_steps_do_not_go_with_is_refused_in_a_sentence(llm: SpecLLM, pair: tuple[Path, Path]) -> None:
+    with pytest.raises(InputError, match=r"taps = \(0,\).*load without compile"):
+        llm.with_drafter(Tapping()).generate("a")
+    for flags, said in (
+        (dict(placement="sequential"), "single, replicate.*'sequential'"),
+        (dict(placement="tensor_parallel", devices=2, accelerator="cpu"), "not with 'tensor_parallel'"),
+        (dict(draft_device="cpu"), "one device.*'cpu'"),
+    ):
+        with pytest.raises(InputError, match=said):
+            SpecLLM.load(*pair, compile=True, **flags)
+
+
+def test_without_a_compiler_that_is_said_and_nothing_is_loaded(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torch._inductor import cpp_builder
+
+    def none_found() -> str:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none_found)
+    with pytest.raises(SystemExit) as exit_:
+        main(["generate", "--checkpoint_dir", str(pair[0]), "--compile", "true"])
+    assert exit_.value.code == 2
+    err = capsys.readouterr().err
+    assert "needs a C++ compiler" in err and "Traceback" not in err
+
+
+def test_a_failing_compiler_ends_in_a_sentence() -> None:
+    graphs = Graphs(torch.device("cpu"))
+
+    def make() -> Any:
+        return lambda x: print(x.tolist())  # no graph can hold this
+
+    with pytest.raises(InputError, match=r"compile failed \(.*load without compile"):
+        graphs.call("name", make, torch.zeros(2))
+    assert len(graphs) == 0
+
+
+def test_any_k_is_a_sum_of_pieces() -> None:
+    assert [pieces(k) for k in range(8)] == [[], [1], [2], [2, 1], [4], [4, 1], [4, 2], [4, 2, 1]]
+    assert pieces(15) == [4, 4, 4, 2, 1]
+
+
+def test_the_command_says_that_it_compiles(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--checkpoint_dir", pair[0], "--drafter", "none", "--verify_width", 2, "--prompt", "abc"]
+    with pytest.raises(SystemExit) as exit_:
+        main(["generate", *map(str, flags), "--compile", "true", "--max_new_tokens", "5"])
+    err = capsys.readouterr().err
+    assert exit_.value.code in (0, None)
+    assert err.count("Compiling; this takes a while") == 1 and "s went into compiling" in err
