@@ -1,4 +1,4 @@
-"""`scripts/bench_growth.py` at contexts so short that it takes seconds: what it prints and draws, whatever the speed."""
+"""`scripts/bench_growth.py` at contexts so short that it takes seconds: what it prints and draws, not its speed."""
 
 from __future__ import annotations
 
