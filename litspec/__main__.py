@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from jsonargparse import ArgumentParser, set_config_read_mode, set_parsing_settings
+from jsonargparse import ArgumentParser, set_parsing_settings
 
 from litspec import __version__
 from litspec.commands.bench import bench
@@ -27,8 +27,7 @@ class Parser(ArgumentParser):
 
 def build_parser() -> ArgumentParser:
     """A parser with one subcommand for each function of `COMMANDS`; its signature is the flags."""
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    set_config_read_mode(urls_enabled=True)
+    set_parsing_settings(docstring_parse_attribute_docstrings=True, config_read_mode_urls_enabled=True)
     parser = Parser(
         prog="litspec",
         description="Speculative decoding for LitGPT checkpoints that changes the speed, never the text.",

@@ -456,6 +456,17 @@ class SpecLLM:
         whole = "".join(piece.text for piece in pieces)
         yield Completion(prompt, whole, token_ids, finish_reason, stats, drafted, blocks, pieces)
 
+    def reserve(self, max_length: int) -> None:
+        """Makes room for texts of up to `max_length` tokens, prompt included, before the first of them.
+
+        A cache is else replaced by a larger one as texts grow, which then reads again what prompts have in common, and
+        for which steps are compiled again.
+        """
+        with self._lock:
+            self._idle = TargetSession(self.placed, max_length)
+        if hasattr(self.drafter, "reserve"):
+            self.drafter.reserve(max_length)
+
     def _take_session(self, max_length: int, stop_ids: list[int]) -> TargetSession:
         """The idle session where its cache is large enough, else a new one."""
         with self._lock:

@@ -161,6 +161,8 @@ def test_bad_input_exits_2_with_a_sentence_that_names_it(
     lora = write_checkpoint(tmp_path / "lora")
     (lora / "lit_model.pth").rename(lora / "lit_model.pth.lora")
 
+    (tmp_path / "prompts.txt").write_text("a\n")
+    job = ["--checkpoint_dir", target, "--prompts_file", tmp_path / "prompts.txt", "--out_file", tmp_path / "out.jsonl"]
     cases = [
         (["--checkpoint_dir", tmp_path / "missing"], ["missing"]),
         (["--checkpoint_dir", hugging_face], ["litgpt convert_to_litgpt"]),
@@ -184,6 +186,9 @@ def test_bad_input_exits_2_with_a_sentence_that_names_it(
         (["--checkpoint_dir", target, "--temperature", "hot"], ["temperature", "hot"]),
         (["--checkpoint_dir", target, "--no_such_flag", 1], ["no_such_flag"]),
         (["--config", tmp_path / "nowhere.yaml"], ["nowhere.yaml"]),
+        ([*job, "--prompt", "Hello"], ["prompt", "Hello", "prompts_file"]),
+        ([*job, "--include_prompt", "true"], ["include_prompt", "prompts_file"]),
+        ([*job, "--output_format", "json"], ["output_format", "json", "prompts_file"]),
     ]
     for flags, named in cases:
         code, out, err = run(capsys, "generate", *flags)

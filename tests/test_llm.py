@@ -220,6 +220,17 @@ def test_a_drafter_of_the_callers_own_changes_the_rounds_and_not_the_text(
     assert out.token_ids == truth and 0 < out.stats.acceptance_rate < 1
 
 
+def test_room_made_beforehand_serves_all_texts_that_fit(llm: SpecLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, make = [], KVCache.__init__
+    monkeypatch.setattr(KVCache, "__init__", lambda self, *args: (made.append(args[3]), make(self, *args))[1])
+    other = llm.with_drafter("draft_model")
+    other.reserve(600)
+    assert made == [600, 600]  # target and draft
+    for prompt in ("a", "b" * 500):
+        assert other.generate(prompt, max_new_tokens=20, temperature=0).token_ids
+    assert made == [600, 600]
+
+
 # --- seeds and many prompts
 
 

@@ -8,11 +8,13 @@ from typing import Any, Literal
 
 from litspec.types import DrafterName, DraftPlacementName, PlacementName, Precision, Quantize, SamplerName
 
+DEFAULT_PROMPT = "What food do llamas eat?"
+
 
 def generate(
     checkpoint_dir: str | None = None,
     draft_dir: str | None = None,
-    prompt: str = "What food do llamas eat?",
+    prompt: str = DEFAULT_PROMPT,
     *,
     prompts_file: str | None = None,
     out_file: str | None = None,
@@ -130,6 +132,16 @@ def generate(
         if prompts_file is None or out_file is None:
             missing = "prompts_file" if prompts_file is None else "out_file"
             raise InputError(f"prompts_file and out_file go together, but {missing} is not given.")
+        for name, given, default in (
+            ("prompt", prompt, DEFAULT_PROMPT),
+            ("include_prompt", include_prompt, False),
+            ("output_format", output_format, "text"),
+            ("show_acceptance", show_acceptance, False),
+        ):
+            if given != default:
+                raise InputError(
+                    f"{name} = {given!r} does not go with prompts_file, whose texts go to out_file; leave it out."
+                )
         from litspec.jobs import run_job
 
         return run_job(prompts_file, out_file, load=load, num_samples=num_samples, **settings)

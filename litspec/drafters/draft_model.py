@@ -91,6 +91,10 @@ class DraftModel:
             self.graphs.adopt(cache)
         return cache, []
 
+    def reserve(self, max_length: int) -> None:
+        """Makes room for texts of up to `max_length` tokens."""
+        self.give_back(*self.take(min(max_length, self.model.config.block_size)))
+
     def give_back(self, cache: KVCache, prompt: list[int]) -> None:
         with self._lock:
             self._idle = cache, prompt

@@ -21,7 +21,6 @@ from litspec.jobs.prompts import Prompts, Request
 from litspec.jobs.ranks import Team
 from litspec.llm import SpecLLM, text_seed
 from litspec.placement import LostRank, process_rank
-from litspec.rounds import TargetSession
 
 SOME_FAILED = 1
 TERMINATED = 128 + signal.SIGTERM
@@ -232,7 +231,7 @@ def _answer(llm: SpecLLM, request: Request, number: int, settings: Mapping[str, 
 
 
 def _reserve(llm: SpecLLM, requests: Sequence[Request], settings: Mapping[str, Any]) -> None:
-    """Gives the target one cache at once that the longest text fits.
+    """Gives the pair caches at once that the longest text fits.
 
     One that is replaced as prompts grow would have to read again what they have in common. The longest are looked for
     among the prompts with most characters; should that miss one, the cache is replaced after all.
@@ -252,7 +251,7 @@ def _reserve(llm: SpecLLM, requests: Sequence[Request], settings: Mapping[str, A
         if fitting == 4:
             break
     if need:
-        llm._idle = TargetSession(llm.placed, need)
+        llm.reserve(need)
 
 
 def _defaults(function: Callable[..., Any], *without: str) -> dict[str, Any]:
