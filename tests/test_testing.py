@@ -232,7 +232,9 @@ def test_verify_names_a_difference_and_exits_1(
 
     real = GreedySampler.verify
 
-    def believes_drafts(self, logits, position, tokens, q=None, inputs=None):  # the fault: everything proposed is accepted
+    def believes_drafts(
+        self, logits, position, tokens, q=None, inputs=None
+    ):  # the fault: everything proposed is accepted
         verified = real(self, logits, position, tokens, q)
         return verified._replace(tokens=torch.cat((tokens, verified.tokens[-1:])), accepted=torch.tensor(len(tokens)))
 
