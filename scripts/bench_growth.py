@@ -246,6 +246,7 @@ def plot(rows: list[Row], path: Path) -> None:
     speed.legend(frameon=False, loc="upper right")
     speed.set_title("Decoding, one row a step", loc="left", fontsize=11)
     speed.set_ylabel("tokens / s")
+    speed.yaxis.set_major_formatter("{x:,g}")
     memory.set_yscale("log")
     memory.yaxis.set_major_formatter("{x:,g}")
     memory.set_title("Peak memory: setting up the cache, and a step beyond it", loc="left", fontsize=11)
