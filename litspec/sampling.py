@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from litspec.errors import InputError
+from litspec.noise import MASK, gumbel_noise, lowbias32
 from litspec.types import SamplerName
 
 # Of the first row: a number, or (1,) in a compiled graph.
@@ -382,7 +383,7 @@ class Coupled(Sampler):
         self._seed = seed
 
     def _key(self, device: torch.device) -> torch.Tensor:
-        return torch.tensor([self._seed & _MASK, self._seed >> 32 & _MASK], device=device)
+        return torch.tensor([self._seed & MASK, self._seed >> 32 & MASK], device=device)
 
     def _choose(
         self, logits: torch.Tensor, position: Position, inputs: Inputs | None
@@ -415,39 +416,6 @@ class Coupled(Sampler):
         return Verified(own, right_prefix(own[:-1] == tokens), finite)
 
 
-_MASK = 0xFFFFFFFF
-
-
-def _hash(x: Any) -> Any:
-    """The lowbias32 integer hash of an int, or of int64 that hold 32 bits (a product wraps and keeps its low bits)."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
-    return x ^ (x >> 16)
-
-
-def gumbel_noise(seed: int | torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise from a counter.
-
-    Args:
-        seed: Its lowest 64 bits count; a number, or (2,) int64: its lowest 32 bits, and those above.
-        positions: (R,) int64.
-        ids: (R, K) or (1, K) int64, token ids.
-
-    Returns:
-        (R, K) float32; the same number for the same seed, position and id, wherever in a block it is asked for.
-    """
-    # The seed is scrambled before a position meets it: seeds 0 and 1 must not share their noise at neighbouring
-    # positions. Two keys a position, since of one key of 32 bits two positions of a long text would have the same
-    # noise, shifted by a few ids. The constants keep zeros apart, which the hash leaves zero.
-    low, high = seed if isinstance(seed, torch.Tensor) else (seed & _MASK, seed >> 32 & _MASK)
-    key = _hash(positions ^ _hash(_hash(low ^ 0x9E3779B9) ^ high)).unsqueeze(1)
-    other = _hash(_hash(key ^ 0x85EBCA6B) ^ low)
-    bits = _hash(_hash(ids ^ key) ^ other)
-    # In (0, 1): a float32 near 1 is coarse, and log1p(-v) wants v below 1.
-    v = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
-    return -torch.log(-torch.log1p(-v))
-
-
 def make_sampler(
     sampling: Sampling,
     *,
@@ -470,5 +438,5 @@ def make_sampler(
     if sampling.sampler == "coupled":
         return Coupled(sampling, banned, banned_until, seed)
     # A CPU generator looks at 32 bits of its seed only.
-    generator = torch.Generator(device).manual_seed(seed & _MASK ^ _hash(seed >> 32 & _MASK))
+    generator = torch.Generator(device).manual_seed(seed & MASK ^ lowbias32(seed >> 32 & MASK))
     return Rejection(sampling, banned, banned_until, generator)
