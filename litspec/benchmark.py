@@ -6,19 +6,22 @@ speed drifts, the ratio of neighbours hardly does. *Plain* decoding is one row a
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from statistics import median
+from pathlib import Path
+from statistics import harmonic_mean, median
 from typing import Any, Literal
 
 import torch
 
-from litspec.drafters import Drafter, DraftSession, Proposal
+from litspec.drafters import Drafter, DrafterName, DraftSession, Proposal
 from litspec.drafters.autoregressive import step_bytes
 from litspec.errors import InputError
 from litspec.llm import Completion, SpecLLM
+from litspec.model.packed import GAINS, PackedLinear
 from litspec.rounds import TargetSession
 from litspec.sampling import Sampler, Sampling, make_sampler
 
@@ -32,7 +35,7 @@ class Parts:
     Attributes:
         verify: By width: one verification of so many rows. Width 1 is a plain step.
         draft: One proposed token of the drafter, by the drafter's name.
-        prefill: The prompt, of `prompt_size` tokens.
+        prefill: The target reads the prompt, of `prompt_size` tokens.
         prompt_size: Tokens.
         weight_bytes: Bytes of weights that one step of the target reads.
         copy_bandwidth: Bytes a second that this machine reads and writes when it copies memory.
@@ -46,9 +49,9 @@ class Parts:
     copy_bandwidth: float = 0.0
 
     @property
-    def bandwidth_share(self) -> float:
-        """Bytes of weights a second in a plain step over the bandwidth of a copy."""
-        return self.weight_bytes / self.verify[1] / self.copy_bandwidth
+    def weight_bandwidth(self) -> float:
+        """Bytes of weights a second in a plain step."""
+        return self.weight_bytes / self.verify[1]
 
 
 @dataclass
@@ -57,13 +60,15 @@ class Run:
 
     Attributes:
         drafter: Its name, "none" without one.
-        k: Proposals a round.
+        k: Proposals a round, as asked for.
         width: Rows verified at once.
-        tokens_per_second: Median over the repeats; after the prefill.
+        tokens_per_second: After the prefill, from the medians of each text over the repeats.
         acceptance_rate: Accepted over proposed.
         tokens_per_round: Block efficiency.
-        speedup: Over plain decoding, the median of the ratios of neighbouring repeats.
-        ideal: The speedup that the parts allow: tokens per round * plain step / (k * draft step + verification).
+        proposed_per_round: Proposals a round, as they came: fewer than k where little was left to write, where nothing
+            matched, or where "auto" chose so.
+        speedup: Over plain decoding, from the medians of each text's ratios of neighbouring times.
+        ideal: The speedup that the parts allow: tokens per round * plain step / (proposed * draft step + verification).
         efficiency: speedup / ideal.
     """
 
@@ -73,6 +78,7 @@ class Run:
     tokens_per_second: float = 0.0
     acceptance_rate: float = 0.0
     tokens_per_round: float = 1.0
+    proposed_per_round: float = 0.0
     speedup: float = 1.0
     ideal: float = 1.0
     efficiency: float = 1.0
@@ -80,7 +86,14 @@ class Run:
 
 @dataclass
 class Report:
-    """What a benchmark found."""
+    """What a benchmark found.
+
+    Attributes:
+        parts: What a round is made of.
+        runs: Plain decoding first, then all rows without a drafter, then each drafter with each k.
+        advice: One line.
+        settings: Of the measurement.
+    """
 
     parts: Parts
     runs: list[Run]
@@ -88,65 +101,72 @@ class Report:
     settings: dict[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        found = asdict(self)
+        found["parts"]["weight_bandwidth"] = self.parts.weight_bandwidth
+        return found
 
 
 class SimulatedDrafter:
     """Proposes the target's own text, corrupted at a rate, at another drafter's cost: a draft of a given quality.
 
+    Attributes:
+        text: Index of the text that the next session is for.
+
     Args:
-        drafter: Runs as it would, for its cost; what it proposes is thrown away. None costs nothing.
+        drafter: Runs as it would, for its cost; each token that it proposes is replaced.
         texts: Token ids of prompt and completion of every text, as the target alone writes them.
-        acceptance: Probability that a proposal is right.
-        max_k: Most proposals a round.
+        acceptance: Probability that a proposal is right where all before it were.
         vocab_size: Ids to put in the place of right ones.
+        seed: Of the positions that are corrupted; they are the same for every drafter and every k.
     """
 
-    taps: tuple[int, ...] = ()
-
     def __init__(
-        self, drafter: Drafter | None, texts: Sequence[Sequence[int]], acceptance: float, max_k: int, vocab_size: int
+        self, drafter: Drafter, texts: Sequence[Sequence[int]], acceptance: float, vocab_size: int, seed: int = 0
     ) -> None:
         self.drafter = drafter
-        self.texts = [list(text) for text in texts]
-        self.acceptance = acceptance
-        self.max_k = max_k
-        self.vocab_size = vocab_size
-        self.step_bytes = drafter.step_bytes if drafter is not None else 0
+        self.taps = drafter.taps
+        self.max_k = drafter.max_k
+        self.step_bytes = drafter.step_bytes
+        self.text = 0
+        self._proposals = [
+            [token if rng.random() < acceptance else (token + 1) % vocab_size for token in text]
+            for text, rng in ((text, random.Random(f"{seed}:{i}")) for i, text in enumerate(texts))
+        ]
 
     def begin(self, target: TargetSession, max_length: int, sampler: Sampler) -> DraftSession:
-        session = self.drafter.begin(target, max_length, sampler) if self.drafter is not None else None
-        return _SimulatedSession(self, session, target.device)
+        return _SimulatedSession(self.drafter.begin(target, max_length, sampler), self._proposals[self.text])
 
 
 class _SimulatedSession:
-    def __init__(self, drafter: SimulatedDrafter, session: DraftSession | None, device: torch.device) -> None:
-        self._drafter = drafter
+    def __init__(self, session: DraftSession, proposals: list[int]) -> None:
         self._session = session
-        self._device = device
-        self._told: list[int] = []
-        self._proposals: list[int] | None = None  # what is proposed for each position of this text
+        self._proposals = proposals  # what is proposed for each position of this text
 
     def extend(self, tokens: Sequence[int], input_pos: int, hidden: torch.Tensor | None = None) -> None:
-        self._told += tokens
-        if self._session is not None:
-            self._session.extend(tokens, input_pos, hidden)
+        self._session.extend(tokens, input_pos, hidden)
 
     def propose(self, token: int, input_pos: int, k: int) -> Proposal:
-        if self._session is not None:
-            self._session.propose(token, input_pos, k)
-        if self._proposals is None:
-            text = next(text for text in self._drafter.texts if text[: len(self._told)] == self._told)
-            rng = random.Random(len(text))
-            self._proposals = [
-                t if rng.random() < self._drafter.acceptance else (t + 1) % self._drafter.vocab_size for t in text
-            ]
-        proposal = self._proposals[input_pos + 1 : input_pos + 1 + k]
-        return Proposal(torch.tensor(proposal, dtype=torch.int64, device=self._device))
+        replaced, _ = self._session.propose(token, input_pos, k)
+        proposal = self._proposals[input_pos + 1 : input_pos + 1 + replaced.size(0)]
+        return Proposal(torch.tensor(proposal, dtype=torch.int64, device=replaced.device))
 
     def close(self) -> None:
         if hasattr(self._session, "close"):
             self._session.close()
+
+
+def plain_decoder(llm: SpecLLM, load: Callable[[], SpecLLM]) -> SpecLLM:
+    """Plain decoding of the same target at its best.
+
+    Args:
+        llm: The target, loaded to verify several rows.
+        load: Loads it to decode plainly, see `SpecLLM.load`. Called only where `llm` has float32 weights that were laid
+            out for several rows (see `model.packed`), with which one row is slower.
+    """
+    for module in llm.placed.model.modules():
+        if isinstance(module, PackedLinear) and module.weight.dtype is torch.float32:
+            return load()
+    return llm.with_drafter("none", verify_width=1)
 
 
 def _synchronize(device: torch.device) -> None:
@@ -155,10 +175,15 @@ def _synchronize(device: torch.device) -> None:
 
 
 def interleaved(functions: dict[Any, Callable[[], Any]], repeats: int, device: torch.device) -> dict[Any, float]:
-    """Medians, in seconds, of functions that take turns; each is run twice before to warm up."""
+    """Medians, in seconds, of functions that take turns.
+
+    In each turn a function runs twice and its second run is timed: in a text it follows its like, with its weights in
+    the caches. Two turns warm up.
+    """
     seconds: dict[Any, list[float]] = {name: [] for name in functions}
     for turn in range(repeats + 2):
         for name, function in functions.items():
+            function()
             _synchronize(device)
             began = time.perf_counter()
             function()
@@ -172,33 +197,43 @@ def copy_bandwidth(device: torch.device, size: int = 2**28) -> float:
     """Bytes a second, read and written, of a copy within the device's memory."""
     source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * size / interleaved({0: lambda: target.copy_(source)}, 7, device)[0]
+    return 2 * size / interleaved({0: lambda: target.copy_(source)}, 5, device)[0]
 
 
 @torch.inference_mode()
 def measure_parts(
-    llm: SpecLLM, drafters: dict[str, Drafter], sampling: Sampling, text: list[int], widths: Sequence[int], repeats: int
+    llm: SpecLLM,
+    plain: SpecLLM,
+    drafters: dict[str, Drafter],
+    sampling: Sampling,
+    text: list[int],
+    widths: Sequence[int],
+    repeats: int,
 ) -> Parts:
     """Times the parts of a round in the middle of a text.
 
     Args:
         llm: The target.
+        plain: The same target for plain decoding.
         drafters: By name.
         sampling: How tokens are chosen.
-        text: Token ids of a prompt and its completion.
+        text: Token ids of a prompt and its completion, at least two.
         widths: Rows to verify, 1 among them.
         repeats: Turns for each part.
     """
     device = llm.placed.device
-    room = len(text) + max(widths)
+    # Room for a proposal; the model gives the rows of a verification room by itself.
+    room = min(len(text) + llm.verify_width, llm.placed.model.config.block_size)
     sampler = make_sampler(sampling, seed=0, device=device)
     middle = len(text) - 1
     functions: dict[Any, Callable[[], Any]] = {}
 
     for width in widths:
-        session = TargetSession(replace(llm.placed, verify_width=width), room)
+        # The weights as they are laid out when loading for so many rows.
+        placed = plain.placed if width < GAINS[torch.float32][1] else llm.placed
+        session = TargetSession(replace(placed, verify_width=width), room)
         session.prefill(text)
-        proposal = torch.tensor(text[: width - 1], dtype=torch.int64, device=device)
+        proposal = torch.tensor((text * width)[: width - 1], dtype=torch.int64, device=device)
 
         def verification(session: TargetSession = session, proposal: torch.Tensor = proposal) -> None:
             logits, _ = session.verify(text[-1], middle, proposal)
@@ -224,39 +259,46 @@ def measure_parts(
         draft={key[1]: seconds / key[2] for key, seconds in measured.items() if key[0] == "draft"},
         prefill=measured["prefill"],
         prompt_size=len(text),
-        weight_bytes=step_bytes(llm.placed.model),
+        weight_bytes=step_bytes(plain.placed.model),
         copy_bandwidth=copy_bandwidth(device),
     )
 
 
 def measure(
     llm: SpecLLM,
-    drafters: dict[str, Drafter],
+    plain: SpecLLM,
+    drafters: Sequence[DrafterName],
     prompts: Sequence[str],
     *,
     ks: Sequence[Choice],
     sampling: Sampling,
     max_new_tokens: int,
     repeats: int,
+    exit_layer: int | None = None,
     seed: int = 1234,
     simulate_acceptance: float | None = None,
-    progress: Callable[[], None] = lambda: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Report:
-    """Benchmarks a pair.
+    """Measures plain decoding and each drafter with each k on the same prompts, in turns.
 
     Args:
-        llm: The target, at the width that speculation uses.
-        drafters: By name; each is measured at every k.
-        prompts: Decoded by every run in every repeat.
-        ks: Proposals a round, numbers below the width or "auto".
-        sampling: Its `seed` is not used.
+        llm: The target, and the draft model where there is one.
+        plain: The same target for plain decoding, see `plain_decoder`.
+        drafters: Names of the drafters to measure.
+        prompts: What the texts begin with.
+        ks: Proposals a round.
+        sampling: How tokens are chosen.
         max_new_tokens: Tokens a text.
         repeats: Turns.
+        exit_layer: Layers that draft in "early_exit".
         seed: Of the texts.
         simulate_acceptance: None, or the share of right proposals that is simulated at each drafter's cost.
-        progress: Called after each run of each turn.
+        progress: Called now and then, between timings, with what is done and what there is to do.
+
+    Raises:
+        InputError: For a setting or a prompt that cannot be used, before anything is timed.
     """
-    width = llm.verify_width
+    config, width = llm.placed.model.config, llm.verify_width
     settings = dict(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
@@ -265,118 +307,232 @@ def measure(
         max_new_tokens=max_new_tokens,
         seed=seed,
     )
-    plain, wide = llm.with_drafter("none", verify_width=1), llm.with_drafter("none")
-    texts = [wide.generate(prompt, index=i, **settings) for i, prompt in enumerate(prompts)]
-    ids = [llm.codec.encode(prompt).tolist() + text.token_ids for prompt, text in zip(prompts, texts)]
-    longest = max(ids, key=len)
-    parts = measure_parts(
-        llm, drafters, sampling, longest[: max(2, len(longest) - max_new_tokens // 2)], sorted({1, 2, 4, width}), 30
-    )
-    if simulate_acceptance is not None:
-        vocab_size = llm.placed.model.config.vocab_size
-        drafters = {
-            name: SimulatedDrafter(drafter, ids, simulate_acceptance, drafter.max_k, vocab_size)
-            for name, drafter in drafters.items()
-        }
+    runs = [Run("none", 0, 1), Run("none", 0, width), *(Run(name, k, width) for name in drafters for k in ks)]
+    done, total = 0, len(prompts) + 1 + len(runs) * (1 + repeats * len(prompts))
 
-    runs: list[tuple[Run, SpecLLM]] = [(Run("none", 0, 1), plain), (Run("none", 0, width), wide)]
-    for name, drafter in drafters.items():
-        runs += [(Run(name, k, width), llm.with_drafter(drafter)) for k in ks]
-    seconds: list[list[float]] = [[] for _ in runs]  # per token after the first, by run and turn
-    for turn in range(repeats + 1):
-        for i, (run, decoder) in enumerate(runs):
-            completions = [
-                decoder.generate(prompt, index=j, speculative_k=run.k, **settings) for j, prompt in enumerate(prompts)
-            ]
-            if turn:  # the first turn warms up
-                seconds[i].append(_seconds_per_token(completions))
-            progress()
-            stats = [completion.stats for completion in completions]
-            proposed, rounds = sum(s.proposed for s in stats), sum(s.rounds for s in stats)
-            run.acceptance_rate = sum(s.accepted for s in stats) / proposed if proposed else 0.0
-            run.tokens_per_round = sum(s.new_tokens - 1 for s in stats) / rounds if rounds else 1.0
-            if run.drafter != "none":
-                # What was proposed a round on average; fewer than k where little was left or nothing matched.
-                k = proposed / rounds if rounds else 0.0
-                round_seconds = k * parts.draft[run.drafter] + parts.verify[width]
-                run.ideal = run.tokens_per_round * parts.verify[1] / round_seconds
-            else:
-                run.ideal = parts.verify[1] / parts.verify[run.width]
-    for (run, _), measured in zip(runs, seconds):
-        run.tokens_per_second = 1 / median(measured)
-        run.speedup = median(one / other for one, other in zip(seconds[0], measured))
-        run.efficiency = run.speedup / run.ideal
-    found = [run for run, _ in runs]
-    return Report(parts, found, _advice(found, parts), settings)
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        progress(done, total)
 
-
-def _seconds_per_token(completions: Sequence[Completion]) -> float:
-    tokens = sum(completion.stats.new_tokens - 1 for completion in completions)
-    return sum(completion.stats.decode_seconds for completion in completions) / max(tokens, 1)
-
-
-def _advice(runs: Sequence[Run], parts: Parts) -> str:
-    """One line: what to use for this pair on this machine."""
-    best = max(runs, key=lambda run: run.tokens_per_second)
-    if best.drafter != "none":
-        return (
-            f"Best here: --drafter {best.drafter} --speculative_k {best.k} --verify_width {best.width}, "
-            f"{best.speedup:.2f} times plain decoding."
+    progress(done, total)
+    wide = llm.with_drafter("none")  # which gets each drafter in its turn; there is one K/V cache for all of them
+    texts = []
+    for j, prompt in enumerate(prompts):
+        texts.append(wide.generate(prompt, index=j, **settings))
+        advance()
+    if sum(map(_tokens, texts)) == 0:
+        raise InputError(
+            f"The target ends every text at its first token, so there is nothing to measure with these {len(prompts)} "
+            "prompts; give others in prompts_file."
         )
-    speculative = [run for run in runs if run.drafter != "none"]
-    if not speculative:
-        return "Plain decoding; there was no drafter to compare it with."
-    closest = max(speculative, key=lambda run: run.tokens_per_second)
-    ratio = parts.verify[closest.width] / parts.verify[1]
-    return (
-        f"Plain decoding is faster, because the best drafter ({closest.drafter}, k = {closest.k}) brings "
-        f"{closest.tokens_per_round:.2f} tokens a round, and a round costs {ratio:.2f} plain steps to verify "
-        f"before any drafting."
+    ids = [llm.codec.encode(prompt).tolist() + text.token_ids for prompt, text in zip(prompts, texts)]
+    longest = max(range(len(ids)), key=lambda j: len(ids[j]))
+    middle = min(len(ids[longest]) - max_new_tokens // 2, config.block_size - width)
+
+    def make(name: DrafterName) -> Drafter:
+        return llm.with_drafter(name, exit_layer=exit_layer).drafter
+
+    parts = measure_parts(
+        llm,
+        plain,
+        {name: make(name) for name in drafters},
+        sampling,
+        (2 * ids[longest])[: max(2, middle)],
+        sorted({1, width, *(w for w in (2, 4) if w < width)}),
+        repeats=20,
     )
+    advance()
+
+    # A drafter for each run: of two runs that share one, the second would find the prompt read.
+    drafting = [None if run.drafter == "none" else make(run.drafter) for run in runs]
+    if simulate_acceptance is not None:
+        drafting = [
+            drafter and SimulatedDrafter(drafter, ids, simulate_acceptance, config.vocab_size, seed)
+            for drafter in drafting
+        ]
+    measured: list[list[list[Completion]]] = [[] for _ in runs]  # by run and turn
+    for turn in range(repeats + 1):
+        completions: list[list[Completion]] = [[] for _ in runs]
+        # The first turn warms up.
+        for j in range(len(prompts)) if turn else [longest]:
+            for i, (run, drafter) in enumerate(zip(runs, drafting)):
+                if isinstance(drafter, SimulatedDrafter):
+                    drafter.text = j
+                decoder = plain if run.width == 1 else wide
+                decoder.drafter = drafter
+                completions[i].append(decoder.generate(prompts[j], index=j, speculative_k=run.k, **settings))
+                advance()
+        if turn:
+            for i, turns in enumerate(measured):
+                turns.append(completions[i])
+    summarize(runs, measured, parts)
+    settings |= dict(
+        target=config.name,
+        draft=llm.placed.draft_model.config.name if "draft_model" in drafters else None,
+        exit_layer=exit_layer,
+        device=str(llm.placed.device),
+        dtype=str(next(llm.placed.model.parameters()).dtype).removeprefix("torch."),
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        verify_width=width,
+        prompts=len(prompts),
+        repeats=repeats,
+        simulate_acceptance=simulate_acceptance,
+    )
+    return Report(parts, runs, advise(runs, parts, exit_layer, simulate_acceptance), settings)
+
+
+def summarize(runs: Sequence[Run], measured: Sequence[Sequence[Sequence[Completion]]], parts: Parts) -> None:
+    """Enters what was measured into the runs.
+
+    Of each text the median over the turns counts, be it a time or a ratio to the plain text of the same turn, so that
+    one slow moment spoils nothing; then the texts are taken as one after the other.
+
+    Args:
+        runs: Plain decoding first.
+        measured: For each run and turn, the texts.
+        parts: What the ideal is made of.
+    """
+    plain = measured[0]
+    for run, turns in zip(runs, measured):
+        texts = [text for turn in turns for text in turn]
+        rounds, proposed = (sum(getattr(text.stats, name) for text in texts) for name in ("rounds", "proposed"))
+        if rounds:
+            run.tokens_per_round = sum(map(_tokens, texts)) / rounds
+            run.proposed_per_round = proposed / rounds
+        run.acceptance_rate = sum(text.stats.accepted for text in texts) / proposed if proposed else 0.0
+        tokens = [_tokens(text) for text in turns[0]]
+        seconds = [median(map(_seconds_per_token, same)) for same in zip(*turns)]
+        ratios = [
+            median(_seconds_per_token(a) / _seconds_per_token(b) for a, b in zip(*same))
+            for same in zip(zip(*plain), zip(*turns))
+        ]
+        run.tokens_per_second = sum(tokens) / sum(n * each for n, each in zip(tokens, seconds))
+        run.speedup = harmonic_mean(ratios, weights=tokens)
+        drafting = run.proposed_per_round * parts.draft.get(run.drafter, 0.0)
+        run.ideal = run.tokens_per_round * parts.verify[1] / (drafting + parts.verify[run.width])
+        run.efficiency = run.speedup / run.ideal
+
+
+def _tokens(text: Completion) -> int:
+    """Tokens that came from rounds: not the prefill's, but the one that ended the text, if one did."""
+    return text.stats.new_tokens - 1 + (text.finish_reason == "stop")
+
+
+def _seconds_per_token(text: Completion) -> float:
+    return text.stats.decode_seconds / max(_tokens(text), 1)
+
+
+def advise(
+    runs: Sequence[Run], parts: Parts, exit_layer: int | None = None, simulate_acceptance: float | None = None
+) -> str:
+    """One line: what to use for this pair on this machine."""
+    best = max((run for run in runs if run.drafter != "none"), key=lambda run: run.speedup)
+    simulated = "" if simulate_acceptance is None else f"Simulated, with {simulate_acceptance:.0%} right proposals: "
+    if best.speedup > 1:
+        exit_at = f" --exit_layer {exit_layer}" if best.drafter == "early_exit" and exit_layer is not None else ""
+        return (
+            f"{simulated}Best here: --drafter {best.drafter}{exit_at} --speculative_k {best.k} "
+            f"--verify_width {best.width}, {best.speedup:.2f} times plain decoding."
+        )
+    verifying = parts.verify[best.width] / parts.verify[1]
+    drafting = best.proposed_per_round * parts.draft[best.drafter] / parts.verify[1]
+    return (
+        f"{simulated}Plain decoding is faster (--drafter none --verify_width 1), because the best drafter "
+        f"({best.drafter}, k = {best.k}) brings {best.tokens_per_round:.2f} tokens a round, and its round takes "
+        f"{best.tokens_per_round / best.speedup:.2f} plain steps (its parts: {verifying:.2f} to verify, {drafting:.2f} "
+        "to draft)."
+    )
+
+
+def check_plot(path: str) -> None:
+    """Finds out before measuring whether `plot_report` could write there. A file that is there stays as it is.
+
+    Raises:
+        InputError: Without matplotlib, for a kind of picture it does not write, or where no file can be written.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    except ModuleNotFoundError as error:
+        raise InputError('plot needs matplotlib; install it with: pip install "litspec[bench]"') from error
+    kinds = FigureCanvasAgg.get_supported_filetypes()
+    if _kind(path) not in kinds:
+        raise InputError(f"plot must end in one of {', '.join(f'.{kind}' for kind in sorted(kinds))}, got {path!r}")
+    was_there = os.path.lexists(path)
+    try:
+        with open(path, "ab"):
+            pass
+        if not was_there:
+            os.unlink(path)
+    except OSError as error:
+        raise InputError(f"plot cannot be written to {path!r}: {error}") from error
+
+
+def _kind(path: str) -> str:
+    return Path(path).suffix[1:].lower()
 
 
 def plot_report(report: Report, path: str) -> None:
-    """Draws tokens a second by k, a line for each drafter, and plain decoding beside them.
+    """Draws the speedup of each drafter with each k as a bar, beside what its parts would allow.
 
     Raises:
-        InputError: Without matplotlib, or where the file cannot be written.
+        InputError: Where the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise InputError('plot needs matplotlib; install it with: pip install "litspec[bench]"') from error
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    from matplotlib.figure import Figure
+
+    wide, *runs = report.runs[1:]
+    drafters = list(dict.fromkeys(run.drafter for run in runs))
+    ks = list(dict.fromkeys(run.k for run in runs))
+    # A group of bars for each drafter, with a gap of one bar between them; all rows without a drafter come first.
+    places = [0] + [2 + drafters.index(run.drafter) * (len(ks) + 1) + ks.index(run.k) for run in runs]
+    colors = ["0.5"] + ["#7a5195" if run.k == "auto" else "#2f6f9f" for run in runs]
+    speedups, ideals = ([getattr(run, name) for run in (wide, *runs)] for name in ("speedup", "ideal"))
+    top = 1.1 * max(1.0, *speedups, *ideals)
+
+    figure = Figure(figsize=(max(6.5, 1.5 + 0.47 * (places[-1] + 1)), 4.2), layout="constrained")
     axes = figure.add_subplot()
-    plain, wide = report.runs[:2]
-    axes.axhline(plain.tokens_per_second, color="0.35", linewidth=1.5, label="plain decoding (1 row)")
-    axes.axhline(
-        wide.tokens_per_second, color="0.35", linewidth=1.2, linestyle=":", label=f"no drafter, {wide.width} rows"
-    )
-    ks = list(dict.fromkeys(run.k for run in report.runs[2:]))
-    for name in dict.fromkeys(run.drafter for run in report.runs[2:]):
-        runs = [run for run in report.runs[2:] if run.drafter == name]
-        (line,) = axes.plot(
-            [ks.index(run.k) for run in runs], [run.tokens_per_second for run in runs], marker="o", label=name
+    axes.bar(places, speedups, width=0.84, color=colors, zorder=2)
+    for x, speedup, ideal in zip(places, speedups, ideals):
+        # At the foot of the bar where it is high enough.
+        low = speedup < 0.1 * top
+        axes.annotate(
+            f"{speedup:.2f}",
+            (x, max(speedup, ideal) if low else 0),
+            textcoords="offset points",
+            xytext=(0, 4),
+            ha="center",
+            color="0.2" if low else "white",
+            fontsize=9,
         )
-        for run in runs:
-            axes.annotate(
-                f"{run.speedup:.2f}x",
-                (ks.index(run.k), run.tokens_per_second),
-                textcoords="offset points",
-                xytext=(0, 7),
-                ha="center",
-                fontsize=8,
-                color=line.get_color(),
-            )
-    axes.set_xticks(range(len(ks)), [str(k) for k in ks])
-    axes.margins(x=0.08)
-    axes.set_ylim(bottom=0, top=1.15 * max(run.tokens_per_second for run in report.runs))
-    axes.set_xlabel("proposals a round (k)")
-    axes.set_ylabel("tokens / s after the prefill")
-    axes.set_title(f"Speed by drafter and k, and speedup over plain decoding (W = {wide.width})", fontsize=11)
+    ends = ([x - 0.42 for x in places], [x + 0.42 for x in places])
+    axes.hlines(ideals, *ends, color="0.1", linewidth=1.6, zorder=3, label="ideal: what the parts allow")
+    plain = f"plain decoding, {report.runs[0].tokens_per_second:.0f} tokens/s"
+    axes.axhline(1, color="#c0392b", linewidth=1.2, linestyle="--", zorder=1, label=plain)
+    axes.set_xticks(places, ["", *(str(run.k) for run in runs)])
+    axes.tick_params(axis="x", length=0)
+    for i, name in enumerate([f"no drafter,\n{wide.width} rows", *drafters]):
+        members = [x for x, run in zip(places, (wide, *runs)) if run.drafter == (name if i else "none")]
+        axes.annotate(
+            name,
+            (sum(members) / len(members), 0),
+            xycoords=axes.get_xaxis_transform(),
+            textcoords="offset points",
+            xytext=(0, -20 if i else -6),
+            ha="center",
+            va="top",
+            fontweight="bold" if i else "normal",
+        )
+    axes.set_xlabel("proposals a round (k) of each drafter", labelpad=20)
+    axes.set_ylabel("speed over plain decoding")
+    axes.set_ylim(0, top)
+    axes.margins(x=0.02)
+    simulated = report.settings["simulate_acceptance"]
+    title = report.settings["target"] + ("" if simulated is None else f", {simulated:.0%} right proposals simulated")
+    axes.set_title(title, loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure.legend(loc="outside upper right", ncols=2, frameon=False, fontsize=9)
     try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
+        figure.savefig(path, dpi=150, format=_kind(path))
+    except OSError as error:
         raise InputError(f"plot cannot be written to {path!r}: {error}") from error

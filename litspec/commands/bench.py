@@ -16,7 +16,7 @@ def bench(
     drafter: BenchDrafterName = "all",
     prompts_file: str | None = None,
     speculative_k: str = "1,2,4,7,auto",
-    max_new_tokens: int = 100,
+    max_new_tokens: int = 64,
     repeats: int = 5,
     temperature: float = 0.0,
     top_k: int | None = 50,
@@ -39,7 +39,8 @@ def bench(
     """Measure a pair on this machine: what speculation brings, what it could bring, and which drafter and k to use.
 
     Everything runs in one process, interleaved, and is reported as medians. Plain decoding, the measure of every
-    speedup, is one row a step without a drafter.
+    speedup, is one row a step without a drafter. Each drafter writes every text with each k, repeats times: with the
+    defaults that is two to three minutes for the embedded pair.
 
     Args:
         checkpoint_dir: Folder of the target in LitGPT's format, or its name below checkpoints/. Without it the embedded
@@ -47,7 +48,7 @@ def bench(
         draft_dir: Folder of the draft model.
         drafter: Which drafter to measure; all measures the draft model (where there is one), prompt_lookup and
             early_exit.
-        prompts_file: Text file with a prompt on each line; by default a few are built in.
+        prompts_file: Text file with a prompt on each line; by default three are built in.
         speculative_k: Proposals a round, a list with commas: whole numbers below verify_width, or auto.
         max_new_tokens: Tokens of each text.
         repeats: How often everything is measured.
@@ -57,7 +58,8 @@ def bench(
         sampler: rejection or coupled, where the temperature is above 0.
         seed: Of the texts.
         simulate_acceptance: Propose the target's own text, with this share of right tokens, at each drafter's cost:
-            what a draft of that quality would bring here. Greedy or coupled only.
+            what a draft of that quality would bring here. Each proposal is right with this probability where those
+            before it in its round were. Greedy or coupled only.
         exit_layer: Layers that draft in early_exit; a quarter of them by default.
         verify_width: Rows the target verifies at once.
         accelerator: As in Lightning Fabric: auto, cpu, cuda, mps.
@@ -71,14 +73,18 @@ def bench(
         plot: File for a picture of the speeds, such as bench.png.
     """
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
-    from litspec.benchmark import measure, plot_report
-    from litspec.commands.verify import read_prompts
+    from litspec.benchmark import check_plot, measure, plain_decoder, plot_report
+    from litspec.commands.verify import PROMPTS, read_prompts
     from litspec.errors import InputError
     from litspec.llm import SpecLLM
+    from litspec.placement import process_rank
     from litspec.sampling import Sampling
 
+    # Whatever can be found wrong is found before anything is loaded, let alone measured.
+    if verify_width < 2:
+        raise InputError(f"verify_width must be at least 2, or there is nothing to propose, got {verify_width}")
     ks = _parse_ks(speculative_k, verify_width)
     sampling = Sampling(temperature, top_k, top_p, sampler)
     if repeats < 1:
@@ -93,50 +99,66 @@ def bench(
                 "simulate_acceptance needs a text that does not depend on the drafter: --temperature 0 or "
                 f"--sampler coupled, got temperature {temperature} with the rejection sampler"
             )
+    prompts = list(PROMPTS[:3]) if prompts_file is None else read_prompts(prompts_file)
+    if plot is not None and process_rank() == 0:
+        check_plot(plot)
+
+    where: dict[str, Any] = dict(
+        accelerator=accelerator, devices=devices, num_nodes=num_nodes, placement=placement, precision=precision
+    )
     llm = SpecLLM.load(
         checkpoint_dir,
         draft_dir,
+        drafter="auto" if drafter == "all" else drafter,
+        exit_layer=exit_layer,
         verify_width=verify_width,
-        accelerator=accelerator,
-        devices=devices,
-        num_nodes=num_nodes,
-        placement=placement,
-        precision=precision,
         draft_precision=draft_precision,
         draft_device=draft_device,
+        **where,
     )
-    names = [drafter]
+    plain = plain_decoder(llm, lambda: SpecLLM.load(checkpoint_dir, drafter="none", verify_width=1, **where))
+    names: list[Any] = [drafter]
     if drafter == "all":
         names = ["prompt_lookup", "early_exit"]
         if llm.placed.draft_model is not None:
             names.insert(0, "draft_model")
-    drafters = {name: llm.with_drafter(name, exit_layer=exit_layer).drafter for name in names}
-    prompts = read_prompts(prompts_file)
 
     console = Console(stderr=True)
     quiet = not llm.placed.is_rank_zero
-    with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
-        task = progress.add_task("measuring", total=(repeats + 1) * (2 + len(drafters) * len(ks)))
+    # Drawn between the timings only: a thread that draws would take its time from them.
+    with Progress(
+        *Progress.get_default_columns(),
+        TimeElapsedColumn(),
+        MofNCompleteColumn(),
+        console=console,
+        transient=True,
+        auto_refresh=False,
+        disable=quiet or not console.is_terminal,
+    ) as bar:
+        task = bar.add_task("measuring", total=None)
         report = measure(
             llm,
-            drafters,
+            plain,
+            names,
             prompts,
             ks=ks,
             sampling=sampling,
             max_new_tokens=max_new_tokens,
             repeats=repeats,
+            exit_layer=exit_layer,
             seed=seed,
             simulate_acceptance=simulate_acceptance,
-            progress=lambda: progress.advance(task),
+            progress=lambda done, total: bar.update(task, completed=done, total=total, refresh=True),
         )
     if quiet:
         return 0
-    if plot is not None:
-        plot_report(report, plot)
     if output_format == "json":
         print(json.dumps(report.as_dict()))
     else:
         _print(llm.describe(), report)
+    # Last, so that a disk that has meanwhile filled up takes nothing but the picture.
+    if plot is not None:
+        plot_report(report, plot)
     return 0
 
 
@@ -146,61 +168,76 @@ def _parse_ks(text: str, verify_width: int) -> list[Any]:
     ks: list[Any] = []
     for item in text.split(","):
         item = item.strip()
-        if item != "auto" and not (item.isdigit() and 0 < int(item) < verify_width):
+        if item != "auto" and not (item.isdecimal() and 0 < int(item) < verify_width):
             raise InputError(
                 f"speculative_k must be a list such as 1,2,4,auto of whole numbers below verify_width = {verify_width} "
                 f"or auto, got {text!r}"
             )
         ks.append(item if item == "auto" else int(item))
-    return ks
+    return list(dict.fromkeys(ks))
 
 
 def _print(description: str, report: Any) -> None:
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
     # Wide enough when it goes to a file, where rich would otherwise fold at 80 columns.
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120, highlight=False)
-    parts = report.parts
-    console.print(description, markup=False)
+    parts, settings = report.parts, report.settings
+    for line in description.splitlines():
+        if not line.startswith(("Drafter:", "No drafter:")):  # which is one of many here
+            console.print(line, markup=False)
 
-    table = Table("part", "ms", title="What a round is made of (medians; sampling and the read included)")
-    for width, seconds in parts.verify.items():
-        table.add_row("plain step (1 row)" if width == 1 else f"verification of {width} rows", f"{seconds * 1e3:.2f}")
-    for name, seconds in parts.draft.items():
-        table.add_row(f"draft step, {name}", f"{seconds * 1e3:.3f}")
-    table.add_row(f"prefill of {parts.prompt_size} tokens", f"{parts.prefill * 1e3:.2f}")
-    console.print(table)
-    speed = parts.weight_bytes / parts.verify[1]
+    def table(heading: str, *columns: str, left: int) -> Table:
+        console.print(f"\n[bold]{heading}[/]")
+        made = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)  # 80 columns are enough
+        for i, column in enumerate(columns):
+            made.add_column(column, justify="left" if i < left else "right")
+        return made
+
+    plain = parts.verify[1]
+    made = table("Parts of a round (medians; sampling and the read included)", "part", "ms", "plain steps", left=1)
+    rows = [("plain step (1 row)" if w == 1 else f"verification of {w} rows", t) for w, t in parts.verify.items()]
+    rows += [(f"draft step, {name}", seconds) for name, seconds in parts.draft.items()]
+    rows.append((f"prefill of {parts.prompt_size} tokens", parts.prefill))
+    for name, seconds in rows:
+        made.add_row(name, f"{seconds * 1e3:.3f}", f"{seconds / plain:.3f}")
+    console.print(made)
     console.print(
-        f"A plain step reads {parts.weight_bytes / 1e6:.1f} MB of weights at {speed / 1e9:.2f} GB/s, "
-        f"{parts.bandwidth_share:.0%} of what a copy moves here ({parts.copy_bandwidth / 1e9:.1f} GB/s)."
+        f"A plain step reads {parts.weight_bytes / 1e6:.1f} MB of weights at {parts.weight_bandwidth / 1e9:.2f} GB/s, "
+        f"{parts.weight_bandwidth / parts.copy_bandwidth:.0%} of what a copy moves here "
+        f"({parts.copy_bandwidth / 1e9:.1f} GB/s)."
     )
 
-    table = Table(
+    heading = f"Decoding after the prefill ({settings['prompts']} prompts, medians of {settings['repeats']})"
+    if (rate := settings["simulate_acceptance"]) is not None:
+        heading += f", {rate:.0%} right proposals simulated"
+    made = table(
+        heading,
         "drafter",
         "k",
-        "rows",
-        "tokens/s",
-        "acceptance",
-        "tokens/round",
+        "tokens\n/ s",
+        "accepted",
+        "tokens\n/ round",
         "speedup",
         "ideal",
-        "efficiency",
-        title="Decoding after the prefill; speedup over plain decoding",
+        "speedup\n/ ideal",
+        left=1,
     )
-    for run in report.runs:
+    for i, run in enumerate(report.runs):
         drafted = run.drafter != "none"
-        table.add_row(
-            run.drafter if drafted else ("none (plain)" if run.width == 1 else "none"),
+        if i and run.drafter != report.runs[i - 1].drafter:
+            made.add_section()
+        made.add_row(
+            run.drafter if drafted else ("plain (1 row)" if run.width == 1 else f"none, {run.width} rows"),
             str(run.k) if drafted else "",
-            str(run.width),
-            f"{run.tokens_per_second:.0f}",
+            f"{run.tokens_per_second:.{0 if run.tokens_per_second >= 100 else 1}f}",
             f"{run.acceptance_rate:.2f}" if drafted else "",
             f"{run.tokens_per_round:.2f}",
             f"{run.speedup:.2f}",
             f"{run.ideal:.2f}",
             f"{run.efficiency:.2f}",
         )
-    console.print(table)
-    console.print(report.advice, markup=False)
+    console.print(made)
+    console.print(report.advice, markup=False, soft_wrap=True)
