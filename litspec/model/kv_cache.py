@@ -87,13 +87,15 @@ class KVCache:
 
     def mask(self, positions: Tensor, kv_length: int, window: int | None, copies: int) -> Tensor:
         """What the rows at `positions` `(B, W)` see: 0 or -inf, `(B, 1, copies * W, kv_length)`."""
-        if copies > 1 and positions.size(1) > 1:
-            positions = positions.repeat(1, copies)
-        slots, rows = self.slots[:kv_length], positions.view(positions.size(0), 1, -1, 1)
+        B, W = positions.shape
+        slots, rows = self.slots[:kv_length], positions.view(B, 1, W, 1)
         hidden = slots > rows
         if window is not None and window < kv_length:
             hidden = hidden | (slots <= rows - window)
-        return torch.where(hidden, self._hidden, self._in_sight)
+        mask = torch.where(hidden, self._hidden, self._in_sight)
+        if copies == 1 or W == 1:
+            return mask
+        return mask.unsqueeze(2).expand(B, 1, copies, W, kv_length).reshape(B, 1, copies * W, kv_length)
 
 
 @dataclass(frozen=True)
