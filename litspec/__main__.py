@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentParser, set_parsing_settings
 
@@ -21,8 +22,22 @@ class Parser(ArgumentParser):
     """Says what is wrong with the flags in one sentence."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        key = re.search(r'Parser key "(\w+)"', message)
+        # jsonargparse stumbles over a value that is none of the names to choose from.
+        if key and "Union of no types" in message:
+            message = self._choices(key[1], message)
         print(f"litspec: {' '.join(message.split())} See `{self.prog} --help`.", file=sys.stderr)
         sys.exit(2)
+
+    def _choices(self, key: str, message: str) -> str:
+        hint = get_type_hints(COMMANDS[self.prog.split()[-1]])[key]
+        named = {int: "a whole number", type(None): "null"}
+        parts = [hint] if get_origin(hint) is Literal else get_args(hint)
+        choices = [name for part in parts for name in (get_args(part) or [named.get(part, part.__name__)])]
+        value = re.search("Given value: (.*)", message)
+        given = next((arg for flag, arg in zip(sys.argv, sys.argv[1:]) if flag == f"--{key}"), None)
+        got = repr(value[1] if value else given) if value or given else "another value"
+        return f"{key} must be one of {', '.join(map(str, choices))}, got {got}."
 
 
 def build_parser() -> ArgumentParser:
