@@ -22,6 +22,7 @@ from litgpt.config import Config
 from torch.profiler import ProfilerActivity, profile
 
 from litspec.model import GPT
+from litspec.model.packed import pack
 
 RUNS = 20
 DTYPES = (torch.float32, torch.bfloat16)
@@ -77,14 +78,15 @@ ROWS = (
 )  # fmt: skip
 
 
-def models(config: Config, dtype: torch.dtype) -> tuple[litgpt.model.GPT, GPT]:
-    """LitGPT's model and ours over one set of random weights."""
+def models(config: Config, dtype: torch.dtype, rows: int = 1) -> tuple[litgpt.model.GPT, GPT]:
+    """LitGPT's model and ours, laid out for `rows` rows as when loading, over one set of random weights."""
     torch.manual_seed(0)
     config.block_size = min(config.block_size, 4352)
     theirs = litgpt.model.GPT(config).to(dtype).eval()
     with torch.device("meta"):
         ours = GPT(config)
     ours.load_state_dict(theirs.state_dict(), assign=True)
+    pack(ours, rows)
     return theirs, ours.eval()
 
 
@@ -105,7 +107,7 @@ def taking_turns(*calls: Callable[[], object]) -> list[float]:
 @torch.inference_mode()
 def compare(row: Row) -> tuple[float, float]:
     """Seconds of LitGPT's forward and of ours."""
-    theirs, ours = models(SHAPES[row.shape], row.dtype)
+    theirs, ours = models(SHAPES[row.shape], row.dtype, row.width)
     length = row.position + row.width
     theirs.max_seq_length = length
     theirs.set_kv_cache(batch_size=1, dtype=row.dtype)

@@ -10,19 +10,15 @@ from torch import Tensor, nn
 
 from litspec.model.norm import RMSNorm
 
-Function = Callable[[Tensor], Tensor]
 
-
-def bound(module: nn.Module | None) -> Function | None:
-    """What calling the module comes to, with the weights that it holds now; None where that is nothing.
-
-    Modules that are more than their class says (quantized ones, ones with hooks) are called as they are.
-    """
+def bound(module: nn.Module | None) -> Callable[..., Tensor] | None:
+    """What calling the module comes to, with the weights and hooks that it has now; None where that is nothing."""
     if module is None or type(module) is nn.Identity:
         return None
-    if not (module._forward_hooks or module._forward_pre_hooks):
-        if type(module) is nn.Linear:
-            return partial(F.linear, weight=module.weight, bias=module.bias)
-        if type(module) is RMSNorm:
-            return module.bound()
-    return module.__call__
+    if module._forward_hooks or module._forward_pre_hooks:
+        return module.__call__
+    if type(module) is nn.Linear:
+        return partial(F.linear, weight=module.weight, bias=module.bias)
+    if type(module) is RMSNorm:
+        return module.bound()
+    return module.forward

@@ -46,18 +46,19 @@ class Block(nn.Module):
         """Takes up the weights as they are now."""
         self._norm_1, self._norm_2 = bound(self.norm_1), bound(self.norm_2)
         self._post_attention_norm, self._post_mlp_norm = bound(self.post_attention_norm), bound(self.post_mlp_norm)
+        self._attn, self._mlp = bound(self.attn), bound(self.mlp)
         self.attn.bind()
         self.mlp.bind()
 
     def forward(self, x: Tensor, step: Step, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """The residual stream `(N, C)` after this layer."""
         normed = x if self._norm_1 is None else self._norm_1(x)
-        y = self.attn(normed, step, k_cache, v_cache)
+        y = self._attn(normed, step, k_cache, v_cache)
         attended = x + (y if self._post_attention_norm is None else self._post_attention_norm(y))
         if not self.shared_attention_norm:
             normed = x if self.parallel_residual else attended
             normed = normed if self._norm_2 is None else self._norm_2(normed)
-        y = self.mlp(normed)
+        y = self._mlp(normed)
         return attended + (y if self._post_mlp_norm is None else self._post_mlp_norm(y))
 
 
@@ -96,8 +97,9 @@ class GPT(nn.Module):
             block.bind()
         self._ln_f, self._lm_head = bound(self.transformer.ln_f), bound(self.lm_head)
         self._wte = partial(F.embedding, weight=self.transformer.wte.weight)
-        self._blocks = list(self.transformer.h)
-        kinds = [(a.window, a.n_head // a.n_query_groups, a.softcap) for a in (block.attn for block in self._blocks)]
+        self._blocks = [bound(block) for block in self.transformer.h]
+        attentions = [block.attn for block in self.transformer.h]
+        kinds = [(a.window, a.n_head // a.n_query_groups, a.softcap) for a in attentions]
         self._mask_kinds, self._long_mask_kinds = (
             {mask_kind(window, copies, width, softcap) for window, copies, softcap in kinds}
             for width in (1, MAX_FOLDED_ROWS + 1)

@@ -41,9 +41,10 @@ class RMSNormFunction:
     def __call__(self, x: Tensor) -> Tensor:
         if not self.on_cpu or torch.compiler.is_compiling():
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        wide = x.float()
-        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        return (wide / torch.hypot(length, self.floor) * self.scaled).to(x.dtype)
+        if x.dtype != torch.float32:
+            return self(x.float()).to(x.dtype)
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x / torch.hypot(length, self.floor) * self.scaled
 
 
 def build_norm(config: Config, size: int) -> nn.Module:
