@@ -17,12 +17,12 @@ from typing import Any, Literal
 
 import torch
 
-from litspec.drafters import Drafter, DrafterName, DraftSession, Proposal
+from litspec.drafters import Drafter, DrafterName, DraftSession, FixedK, Proposal
 from litspec.drafters.autoregressive import step_bytes
 from litspec.errors import InputError
 from litspec.llm import Completion, SpecLLM
 from litspec.model.packed import GAINS, PackedLinear
-from litspec.rounds import TargetSession
+from litspec.rounds import Rounds, TargetSession
 from litspec.sampling import Sampler, Sampling, make_sampler
 
 Choice = int | Literal["auto"]
@@ -129,16 +129,17 @@ class SimulatedDrafter:
         self.step_bytes = drafter.step_bytes
         self.text = 0
         self._proposals = [
-            [token if rng.random() < acceptance else (token + 1) % vocab_size for token in text]
+            torch.tensor([token if rng.random() < acceptance else (token + 1) % vocab_size for token in text])
             for text, rng in ((text, random.Random(f"{seed}:{i}")) for i, text in enumerate(texts))
         ]
 
     def begin(self, target: TargetSession, max_length: int, sampler: Sampler) -> DraftSession:
-        return _SimulatedSession(self.drafter.begin(target, max_length, sampler), self._proposals[self.text])
+        session = self.drafter.begin(target, max_length, sampler)
+        return _SimulatedSession(session, self._proposals[self.text].to(target.device))
 
 
 class _SimulatedSession:
-    def __init__(self, session: DraftSession, proposals: list[int]) -> None:
+    def __init__(self, session: DraftSession, proposals: torch.Tensor) -> None:
         self._session = session
         self._proposals = proposals  # what is proposed for each position of this text
 
@@ -147,8 +148,14 @@ class _SimulatedSession:
 
     def propose(self, token: int, input_pos: int, k: int) -> Proposal:
         replaced, _ = self._session.propose(token, input_pos, k)
-        proposal = self._proposals[input_pos + 1 : input_pos + 1 + replaced.size(0)]
-        return Proposal(torch.tensor(proposal, dtype=torch.int64, device=replaced.device))
+        return Proposal(self._proposals[input_pos + 1 : input_pos + 1 + replaced.size(0)])
+
+    def warm_up(self, k: int) -> None:
+        if hasattr(self._session, "warm_up"):
+            self._session.warm_up(k)
+
+    def q_like(self) -> None:
+        """Nothing is drawn."""
 
     def close(self) -> None:
         if hasattr(self._session, "close"):
@@ -177,14 +184,18 @@ def _synchronize(device: torch.device) -> None:
 def interleaved(functions: dict[Any, Callable[[], Any]], repeats: int, device: torch.device) -> dict[Any, float]:
     """Medians, in seconds, of functions that take turns.
 
-    In each turn a function runs twice and its second run is timed: in a text it follows its like, with its weights in
-    the caches. Two turns warm up.
+    In each turn a function runs up to five times and its last run is timed: in a text it follows its like, with its
+    weights and its code in the caches. Two turns warm up.
     """
     seconds: dict[Any, list[float]] = {name: [] for name in functions}
     for turn in range(repeats + 2):
         for name, function in functions.items():
-            function()
-            _synchronize(device)
+            came = time.perf_counter()
+            for _ in range(4):
+                function()
+                _synchronize(device)
+                if time.perf_counter() - came > 0.03:
+                    break
             began = time.perf_counter()
             function()
             _synchronize(device)
@@ -232,12 +243,20 @@ def measure_parts(
         # The weights as they are laid out when loading for so many rows.
         placed = plain.placed if width < GAINS[torch.float32][1] else llm.placed
         session = TargetSession(replace(placed, verify_width=width), room)
-        session.prefill(text)
         proposal = torch.tensor((text * width)[: width - 1], dtype=torch.int64, device=device)
 
-        def verification(session: TargetSession = session, proposal: torch.Tensor = proposal) -> None:
-            logits, _ = session.verify(text[-1], middle, proposal)
-            sampler.verify(logits, middle + 1, proposal).tokens.tolist()
+        rounds = Rounds(session, None, sampler, FixedK(0))
+        rounds.warm_up()
+        session.prefill(text)
+
+        def verification(
+            session: TargetSession = session, rounds: Rounds = rounds, proposal: torch.Tensor = proposal
+        ) -> None:
+            if session.graphs is not None:
+                rounds.verify(text[-1], middle, proposal, None)[0].tolist()
+            else:
+                logits, _ = session.verify(text[-1], middle, proposal)
+                sampler.verify(logits, middle + 1, proposal).tokens.tolist()
 
         functions["verify", width] = verification
 
@@ -245,9 +264,18 @@ def measure_parts(
         session = TargetSession(llm.placed, room)
         session.prefill(text)
         draft = drafter.begin(session, room, sampler)
-        draft.extend(text, 0)
         k = min(drafter.max_k, llm.verify_width - 1)
-        functions["draft", name, k] = lambda draft=draft, k=k: draft.propose(text[-1], middle, k)
+        if hasattr(draft, "warm_up"):
+            draft.warm_up(k)
+            session.prefill(text)
+        draft.extend(text, 0)
+
+        def drafting(session: TargetSession = session, draft: DraftSession = draft, k: int = k) -> None:
+            if session.graphs is not None:
+                session.graphs.begin_round()
+            draft.propose(text[-1], middle, k)
+
+        functions["draft", name, k] = drafting
 
     prompt = TargetSession(llm.placed, room)
     idx = torch.tensor([text], device=device)
@@ -339,7 +367,8 @@ def measure(
         {name: make(name) for name in drafters},
         sampling,
         (2 * ids[longest])[: max(2, middle)],
-        sorted({1, width, *(w for w in (2, 4) if w < width)}),
+        # Each width is a graph to build, where steps are compiled.
+        sorted({1, width, *(w for w in (2, 4) if w < width and llm.placed.graphs is None)}),
         repeats=20,
     )
     advance()
@@ -379,6 +408,8 @@ def measure(
         prompts=len(prompts),
         repeats=repeats,
         simulate_acceptance=simulate_acceptance,
+        graphs=len(llm.placed.graphs or ()),
+        compile_seconds=llm.compile_seconds,
     )
     return Report(parts, runs, advise(runs, parts, exit_layer, simulate_acceptance), settings)
 

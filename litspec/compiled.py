@@ -60,10 +60,11 @@ class Graphs:
             torch.compiler.cudagraph_mark_step_begin()
 
     def adopt(self, cache: KVCache) -> None:
-        """Tells the compiler that a cache stays where it is, so that a CUDA graph may write to it."""
+        """Tells the compiler that a cache stays where it is: CUDA graphs need not copy it, and may write to it."""
         if self.device.type == "cuda":
-            for buffer in (*cache.k, *cache.v):
-                torch._dynamo.mark_static_address(buffer)
+            for tensor in cache.tensors():
+                # With a guard, the cache of the first text would become a part of the graph.
+                torch._dynamo.mark_static_address(tensor, guard=False)
 
     def call(self, key: Hashable, make: Callable[[], Callable[..., Any]], *args: Any) -> Any:
         """Runs the graph of that name; `make` returns the function that it is built from where there is none yet.
@@ -79,10 +80,9 @@ class Graphs:
         try:
             result = graph(*args)
         except Exception as error:
-            message = str(error).strip().splitlines() or [type(error).__name__]
-            raise InputError(
-                f"compile failed ({type(error).__name__}: {message[0][:300]}); load without compile."
-            ) from error
+            reason = getattr(error, "inner_exception", error)
+            message = " ".join(str(reason).split())[:300]
+            raise InputError(f"compile failed ({type(reason).__name__}: {message}); load without compile.") from error
         self.seconds += time.perf_counter() - began
         self._graphs[key] = graph
         return result

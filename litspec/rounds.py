@@ -147,7 +147,7 @@ class TargetSession:
         block[0, 1 : 1 + proposal.size(0)] = proposal
         result = self.model.verify(
             self.placed.same(block),
-            torch.tensor([input_pos], device=self.device),
+            self.cache.slots[input_pos : input_pos + 1],  # a number that is on the device already
             self.cache,
             kv_length=self.cache.bucket(input_pos + self.verify_width),
             taps=taps,
@@ -264,20 +264,7 @@ class Rounds:
             q = None if q is None else q.first(k)
         drafted = time.perf_counter()
 
-        hidden = None
-        if self._target.graphs is not None:
-            packed = self._verify_compiled(last, input_pos, proposal, q)
-        else:
-            logits, hidden = self._target.verify(last, input_pos, proposal, self._taps)
-            packed = outcome(
-                self._sampler,
-                logits[: proposal.size(0) + 1],
-                input_pos + 1,
-                proposal,
-                q,
-                self._stops,
-                self._target.verify_width,
-            )
+        packed, hidden = self.verify(last, input_pos, proposal, q)
 
         def next_k(accepted: int, proposed: int) -> int:
             seconds = time.perf_counter() - began
@@ -317,6 +304,18 @@ class Rounds:
                 self._verify_compiled(0, target.cache.size - target.verify_width, self._none, None, kv_length)
         if len(target.graphs) > before:
             target.forget()
+
+    def verify(
+        self, last: int, input_pos: int, proposal: torch.Tensor, q: Distribution | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Runs a block and chooses from it: `outcome`, and the states of its rows where the drafter wants them."""
+        target = self._target
+        if target.graphs is not None:
+            return self._verify_compiled(last, input_pos, proposal, q), None
+        logits, hidden = target.verify(last, input_pos, proposal, self._taps)
+        logits = logits[: proposal.size(0) + 1]
+        width = target.verify_width
+        return outcome(self._sampler, logits, input_pos + 1, proposal, q, self._stops, width), hidden
 
     def _key(self, kv_length: int, q: Distribution | None) -> Hashable:
         target = self._target

@@ -4,11 +4,12 @@
 
 All decode the same prompts with the same weights in float32, greedy and sampled, in one process, in turns; a row shows
 the median over the turns. A time is that of the whole call, prefill included, since not every peer tells them apart.
-Greedy texts are compared with those of LitGPT's plain decoding. Whatever comes out is printed, good or bad.
+Greedy texts are compared with those of LitGPT's plain decoding. Graphs are built in a turn that does not count. Whatever comes out is printed, good or bad.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import platform
 import tempfile
@@ -122,6 +123,9 @@ class Peers:
         self._hf_target.register_forward_hook(self._count)
         llm = SpecLLM.load(precision="32-true", accelerator="cpu")
         lookup = llm.with_drafter("prompt_lookup")
+        compiled = SpecLLM.load(precision="32-true", accelerator="cpu", compile=True)
+        for loaded in (llm, compiled):
+            loaded.reserve(room)
         self.ways: dict[str, Callable[[str, torch.Tensor, dict[str, Any]], Outcome]] = {
             "litgpt, plain": self._litgpt_plain,
             f"litgpt, speculative, k = {k}": self._litgpt_speculative,
@@ -140,6 +144,9 @@ class Peers:
             f"litspec, draft model, k = {k}, 8 rows": self._litspec(llm, k),
             "litspec, draft model, k = 7, 8 rows": self._litspec(llm, 7),
             "litspec, draft model, k = auto, 8 rows": self._litspec(llm, "auto"),
+            "litspec compiled, plain": self._litspec(compiled.with_drafter("none", verify_width=1), 0),
+            f"litspec compiled, draft model, k = {k}, 8 rows": self._litspec(compiled, k),
+            "litspec compiled, draft model, k = 7, 8 rows": self._litspec(compiled, 7),
         }
 
     def _count(self, *_: Any) -> None:
@@ -257,9 +264,11 @@ def main(
     out = Console(width=None if Console().is_terminal else 120)
     out.print(", ".join(f"{name} {v}" for name, v in versions.items()), machine, sep="\n", highlight=False)
     out.print(table)
-    for mode in modes:
-        ours = max((row for row in rows.values() if row.mode == mode and "draft model" in row.name), key=_speed)
-        for name in (f"litgpt, speculative, k = {k}", f"transformers, assisted, k = {k}", "litspec, plain"):
+    for mode, prefix in itertools.product(modes, ("litspec", "litspec compiled")):
+        ours = max(
+            (row for row in rows.values() if row.mode == mode and row.name.startswith(f"{prefix}, d")), key=_speed
+        )
+        for name in (f"litgpt, speculative, k = {k}", f"transformers, assisted, k = {k}", f"{prefix}, plain"):
             # Neighbours in time are compared, not medians of the whole run.
             ratio = median(other / own for other, own in zip(rows[name, mode].seconds, ours.seconds))
             out.print(f"{mode}: {ours.name} is {ratio:.2f} times {name}", highlight=False)

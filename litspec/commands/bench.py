@@ -33,6 +33,7 @@ def bench(
     precision: Precision | None = None,
     draft_precision: Precision | None = None,
     draft_device: str | None = None,
+    compile: bool = False,
     output_format: Literal["text", "json"] = "text",
     plot: str | None = None,
 ) -> int:
@@ -69,6 +70,7 @@ def bench(
         precision: Of the target's weights; by default bf16-true on a GPU that has it, 32-true on a CPU.
         draft_precision: Of the draft model's weights; by default the target's.
         draft_device: Device of the draft model; by default the target's.
+        compile: Measure compiled steps, plain decoding's as well.
         output_format: text prints tables, json one object.
         plot: File for a picture of the speeds, such as bench.png.
     """
@@ -76,6 +78,7 @@ def bench(
     from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
     from litspec.benchmark import check_plot, measure, plain_decoder, plot_report
+    from litspec.commands.generate import announce_graphs
     from litspec.commands.verify import PROMPTS, read_prompts
     from litspec.errors import InputError
     from litspec.llm import SpecLLM
@@ -104,7 +107,12 @@ def bench(
         check_plot(plot)
 
     where: dict[str, Any] = dict(
-        accelerator=accelerator, devices=devices, num_nodes=num_nodes, placement=placement, precision=precision
+        accelerator=accelerator,
+        devices=devices,
+        num_nodes=num_nodes,
+        placement=placement,
+        precision=precision,
+        compile=compile,
     )
     llm = SpecLLM.load(
         checkpoint_dir,
@@ -117,6 +125,8 @@ def bench(
         **where,
     )
     plain = plain_decoder(llm, lambda: SpecLLM.load(checkpoint_dir, drafter="none", verify_width=1, **where))
+    if compile and llm.placed.is_rank_zero:
+        announce_graphs(llm.placed.graphs)
     names: list[Any] = [drafter]
     if drafter == "all":
         names = ["prompt_lookup", "early_exit"]
@@ -209,6 +219,9 @@ def _print(description: str, report: Any) -> None:
         f"{parts.weight_bandwidth / parts.copy_bandwidth:.0%} of what a copy moves here "
         f"({parts.copy_bandwidth / 1e9:.1f} GB/s)."
     )
+
+    if settings["compile_seconds"]:
+        console.print(f"Building {settings['graphs']} graphs took {settings['compile_seconds']:.0f} s.")
 
     heading = f"Decoding after the prefill ({settings['prompts']} prompts, medians of {settings['repeats']})"
     if (rate := settings["simulate_acceptance"]) is not None:

@@ -85,6 +85,10 @@ class KVCache:
             found.append(self.bucket(found[-1] + 1))
         return found
 
+    def tensors(self) -> list[Tensor]:
+        """All that a forward reads or writes here."""
+        return [*self.k, *self.v, *self.rope, self.slots, self._in_sight, self._hidden]
+
     def mask(self, positions: Tensor, kv_length: int, window: int | None, copies: int) -> Tensor:
         """What the rows at `positions` `(B, W)` see: 0 or -inf, `(B, 1, copies * W, kv_length)`."""
         B, W = positions.shape
