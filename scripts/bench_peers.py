@@ -4,7 +4,8 @@
 
 All decode the same prompts with the same weights in float32, greedy and sampled, in one process, in turns; a row shows
 the median over the turns. A time is that of the whole call, prefill included, since not every peer tells them apart.
-Greedy texts are compared with those of LitGPT's plain decoding. Graphs are built in a turn that does not count. Whatever comes out is printed, good or bad.
+Greedy texts are compared with those of LitGPT's plain decoding. Graphs are built in a turn that does not count.
+Whatever comes out is printed, good or bad.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from pathlib import Path
 import litgpt.model
 import pytest
 import torch
+from families import model_of
 from litgpt.config import Config
 
 from litspec.model import GPT
@@ -77,3 +78,14 @@ def test_memory_beyond_keys_and_values_grows_by_no_more_than_a_chunks_mask(peak_
         peaks.append(peak_bytes(lambda length=length, cache=cache: model.prefill(idx[:, :length], cache)))
     # Mask, and two booleans on the way to it, for 512 rows over 3,072 more slots.
     assert peaks[1] - peaks[0] <= 512 * (4096 - 1024) * (4 + 1 + 1)
+
+
+@pytest.mark.parametrize("name", ["llama-3", "gemma-3", "latent"])
+def test_a_compiled_step_does_not_copy_the_cache(peak_bytes: Callable, name: str) -> None:
+    model = model_of(name)
+    cache = model.make_cache(3000, powers_of_two=True)
+    compiled = torch.compile(model.verify, fullgraph=True, dynamic=False)
+    args = torch.zeros(1, 4, dtype=torch.int64), torch.tensor([100]), cache
+    compiled(*args, kv_length=256)
+    smallest = min(buffer.numel() * buffer.element_size() for buffer in (*cache.k, *cache.v))
+    assert peak_bytes(lambda: compiled(*args, kv_length=256)) < smallest / 2

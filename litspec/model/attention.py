@@ -185,8 +185,8 @@ class MultiheadLatentAttention(litgpt.model.MultiheadLatentAttention):
         q = torch.cat((q_pass, qk_rope[:, :H]), dim=-1)
         k = torch.cat((k_pass, qk_rope[:, H:].expand(-1, H, -1)), dim=-1)
 
-        step.write(k_cache[..., : config.qk_head_dim], k)
-        step.write(v_cache[..., : config.v_head_dim], v)
-        q = F.pad(q, (0, D - config.qk_head_dim))
+        q, k, v = (F.pad(x, (0, D - x.size(-1))) for x in (q, k, v))
+        step.write(k_cache, k)
+        step.write(v_cache, v)
         y = attend(q, k_cache, v_cache, step, self.window, self.scale, self.softcap)
         return self.proj(y.view(N, H, D)[..., : config.v_head_dim].reshape(N, H * config.v_head_dim))

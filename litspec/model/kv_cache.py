@@ -137,9 +137,12 @@ class Step:
         )
 
     def write(self, buffer: Tensor, new: Tensor) -> None:
-        """Put `new` `(N, G, D)` into `buffer` `(B, G, S, D)` at this step's positions."""
+        """Put `new` `(N, G, D)` into `buffer` `(B, G, S, D)` at this step's positions.
+
+        Into the whole buffer, never a view of it: of that, a compiled graph would make a copy in each step.
+        """
         if self.batch_size == 1:
-            buffer[0].index_copy_(1, self.positions, new.transpose(0, 1))
+            buffer.index_copy_(2, self.positions, new.transpose(0, 1).unsqueeze(0))
         else:
             new = new.unflatten(0, (self.batch_size, self.width)).transpose(1, 2)
             buffer.scatter_(2, self.positions.view(self.batch_size, 1, -1, 1).expand_as(new), new)
