@@ -150,9 +150,9 @@ class _SimulatedSession:
         replaced, _ = self._session.propose(token, input_pos, k)
         return Proposal(self._proposals[input_pos + 1 : input_pos + 1 + replaced.size(0)])
 
-    def warm_up(self, k: int) -> None:
+    def warm_up(self, pieces: Sequence[int]) -> None:
         if hasattr(self._session, "warm_up"):
-            self._session.warm_up(k)
+            self._session.warm_up(pieces)
 
     def q_like(self) -> None:
         """Nothing is drawn."""
@@ -266,7 +266,7 @@ def measure_parts(
         draft = drafter.begin(session, room, sampler)
         k = min(drafter.max_k, llm.verify_width - 1)
         if hasattr(draft, "warm_up"):
-            draft.warm_up(k)
+            draft.warm_up((k,))
             session.prefill(text)
         draft.extend(text, 0)
 

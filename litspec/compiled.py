@@ -8,7 +8,7 @@ sampling settings, and these name it. On a GPU graphs are recorded as CUDA graph
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -17,16 +17,13 @@ import torch
 from litspec.errors import InputError
 from litspec.model import KVCache
 
-# Proposals drafted by one graph; any k is a sum of these.
-PIECES = (4, 2, 1)
 
-
-def pieces(k: int) -> list[int]:
-    """The largest pieces that sum up to k, in falling order."""
+def split(k: int, pieces: Sequence[int]) -> list[int]:
+    """Pieces that sum up to k, in falling order, or to a little more where no piece is as small as what is left."""
     sizes = []
-    for size in PIECES:
-        sizes += [size] * (k // size)
-        k %= size
+    while k > 0:
+        sizes.append(max((piece for piece in pieces if piece <= k), default=min(pieces)))
+        k -= sizes[-1]
     return sizes
 
 

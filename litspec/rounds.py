@@ -294,9 +294,8 @@ class Rounds:
                 "hand out; load without compile."
             )
         before = len(target.graphs)
-        most_k = min(self._choose_k.most, target.verify_width - 1)
-        if hasattr(self._draft, "warm_up") and most_k > 0:
-            self._draft.warm_up(most_k)
+        if hasattr(self._draft, "warm_up") and self._choose_k.pieces:
+            self._draft.warm_up(self._choose_k.pieces)
             self._q_like = self._draft.q_like()
         for kv_length in target.cache.buckets(target.max_length + target.verify_width - 1):
             if self._key(kv_length, self._q_like) not in target.graphs:

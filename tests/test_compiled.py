@@ -16,8 +16,9 @@ from torch._dynamo.utils import counters
 
 from litspec import SpecLLM
 from litspec.__main__ import main
-from litspec.compiled import Graphs, pieces
-from litspec.drafters import Proposal
+from litspec.compiled import Graphs, split
+from litspec.drafters import FixedK, Proposal
+from litspec.drafters.speculative_k import AdaptiveK
 from litspec.errors import InputError
 from litspec.rounds import Rounds
 from litspec.sampling import Distribution, Sampling, make_sampler
@@ -83,9 +84,9 @@ def test_graphs_are_built_before_the_first_token_and_serve_every_text(
     assert ready == [built, built]  # all by the first text, none while it was written, none for the second
     assert llm.compile_seconds > 0
     # Other texts, lengths, seeds, stops and k: the same graphs, and the texts differ, so nothing of one was built in.
-    texts = {str(decode(llm, mode, seed=seed, speculative_k=k)) for seed in (1, 2, 3) for k in (3, 2, "auto")}
+    texts = {str(decode(llm, mode, seed=seed)) for seed in (1, 2, 3)}
     decode(llm, mode, max_new_tokens=7, min_new_tokens=5, stop="q")
-    llm.generate("y" * 100, **MODES[mode], max_new_tokens=100)
+    llm.generate("y" * 100, **MODES[mode], max_new_tokens=100, speculative_k=3)
     assert (len(llm.placed.graphs), counters["stats"]["unique_graphs"]) == built
     assert len(texts) == {"greedy": 1, "coupled": 3}.get(mode, len(texts)) and (mode == "greedy" or len(texts) >= 3)
 
@@ -218,9 +219,13 @@ def test_a_failing_compiler_ends_in_a_sentence() -> None:
     assert len(graphs) == 0
 
 
-def test_any_k_is_a_sum_of_pieces() -> None:
-    assert [pieces(k) for k in range(8)] == [[], [1], [2], [2, 1], [4], [4, 1], [4, 2], [4, 2, 1]]
-    assert pieces(15) == [4, 4, 4, 2, 1]
+def test_any_k_is_split_into_pieces() -> None:
+    binary = (4, 2, 1)
+    assert [split(k, binary) for k in range(8)] == [[], [1], [2], [2, 1], [4], [4, 1], [4, 2], [4, 2, 1]]
+    assert split(15, binary) == [4, 4, 4, 2, 1] and split(7, (7, *binary)) == [7] and split(6, (7, *binary)) == [4, 2]
+    assert split(3, (5,)) == [5] and split(5, (3,)) == [3, 3] and split(0, (5,)) == []
+    assert FixedK(5).pieces == (5,) and FixedK(0).pieces == ()
+    assert [AdaptiveK(most, 0.1, timed=False).pieces for most in (1, 3, 7)] == [(1,), (3, 2, 1), (7, 4, 2, 1)]
 
 
 def test_the_command_says_that_it_compiles(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
-from litspec.compiled import Graphs, pieces
+from litspec.compiled import Graphs, split
 from litspec.drafters.base import Proposal
 from litspec.model import GPT, KVCache
 from litspec.sampling import Distribution, Inputs, Position, Rejection, Sampler, concatenate
@@ -48,6 +48,11 @@ def draft_tokens(
     return Proposal(torch.cat([token for token, _ in drawn]), concatenate(rows) if rows else None)
 
 
+def _joined(found: Sequence[Proposal]) -> Proposal:
+    q = [proposal.q for proposal in found if proposal.q is not None]
+    return Proposal(torch.cat([proposal.tokens for proposal in found]), concatenate(q) if q else None)
+
+
 class CompiledDraft:
     """Drafts of one text, several tokens a graph.
 
@@ -79,6 +84,7 @@ class CompiledDraft:
         self._vocab_size = vocab_size
         self._n_layer = n_layer
         self._allowed = allowed
+        self._pieces: tuple[int, ...] = (4, 2, 1)
         self._name = ("draft", model, n_layer, vocab_size, name, sampler.kind)
 
     def propose(self, rows: torch.Tensor, input_pos: int, k: int, cache: KVCache) -> Proposal:
@@ -91,23 +97,25 @@ class CompiledDraft:
             cache: The model's.
         """
         found: list[Proposal] = []
-        for n in pieces(k):
+        for n in split(k, self._pieces):
             end = input_pos + rows.size(0) + n - 1
             found.append(self._run(rows, input_pos, n, cache, cache.bucket(end)))
             input_pos += n
             rows = torch.cat((rows, found[-1].tokens))[-rows.size(0) :]
-        q = [proposal.q for proposal in found if proposal.q is not None]
-        return Proposal(torch.cat([proposal.tokens for proposal in found]), concatenate(q) if q else None)
+        tokens, q = found[0] if len(found) == 1 else _joined(found)
+        # The last piece may have been larger than what was left to draft.
+        return Proposal(tokens[:k], None if q is None else q.first(k))
 
-    def warm_up(self, n_rows: int, cache: KVCache, k: int, max_length: int) -> bool:
-        """Builds what proposals of up to k tokens in a text of `max_length` will need; tells whether anything was.
+    def warm_up(self, n_rows: int, cache: KVCache, pieces: Sequence[int], max_length: int) -> bool:
+        """Builds what proposals in a text of `max_length` will need; tells whether anything was built.
 
         That writes to the last slots of the cache, where a prompt may have stood.
         """
         before = len(self._graphs)
         rows = torch.zeros(n_rows, dtype=torch.int64, device=cache.slots.device)
-        for n in sorted({size for most in range(1, k + 1) for size in pieces(most)}, reverse=True):
-            for kv_length in cache.buckets(max_length):
+        self._pieces = tuple(pieces)
+        for n in pieces:
+            for kv_length in cache.buckets(max_length + max(pieces)):
                 if self._key(n_rows, n, cache, kv_length) not in self._graphs:
                     self._run(rows, cache.size - n_rows - n, n, cache, kv_length)
         return len(self._graphs) > before

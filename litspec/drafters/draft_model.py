@@ -86,9 +86,11 @@ class DraftModel:
             idle, self._idle = self._idle, None
         if idle is not None and idle[0].max_seq_length >= max_length:
             return idle
-        cache = self.model.make_cache(max_length, width=1, powers_of_two=self.graphs is not None)
-        if self.graphs is not None:
-            self.graphs.adopt(cache)
+        if self.graphs is None:
+            return self.model.make_cache(max_length, width=1), []
+        # A graph may draft more than what was asked for.
+        cache = self.model.make_cache(max_length, width=self.max_k + 1, powers_of_two=True)
+        self.graphs.adopt(cache)
         return cache, []
 
     def reserve(self, max_length: int) -> None:
@@ -176,11 +178,11 @@ class DraftModelSession:
         self._filled, self._drafted = input_pos + 1, k - 1
         return self._for_target(tokens, q)
 
-    def warm_up(self, k: int) -> None:
-        """Builds what proposals of up to k tokens will need, where steps are compiled."""
+    def warm_up(self, pieces: Sequence[int]) -> None:
+        """Builds the graphs that proposals will need, where steps are compiled; see `SpeculativeK.pieces`."""
         if self._compiled is not None:
             cache, known = self._drafter.take(self._limit)
-            built = self._compiled.warm_up(2, cache, min(k, self._drafter.max_k), self._limit)
+            built = self._compiled.warm_up(2, cache, pieces, self._limit)
             self._drafter.give_back(cache, [] if built else known)
 
     def q_like(self) -> Distribution | None:

@@ -79,11 +79,11 @@ class EarlyExitSession:
             return self._compiled.propose(first, input_pos, k, self._target.cache)
         return draft_tokens(self._sampler, self._step(first, input_pos), self._step, input_pos + 1, k)
 
-    def warm_up(self, k: int) -> None:
-        """Builds what proposals of up to k tokens will need, where steps are compiled."""
+    def warm_up(self, pieces: Sequence[int]) -> None:
+        """Builds the graphs that proposals will need, where steps are compiled; see `SpeculativeK.pieces`."""
         if self._compiled is not None:
             target = self._target
-            if self._compiled.warm_up(1, target.cache, min(k, self._drafter.max_k), target.max_length):
+            if self._compiled.warm_up(1, target.cache, pieces, target.max_length):
                 target.forget()
 
     def q_like(self) -> Distribution | None:

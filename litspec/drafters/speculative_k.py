@@ -27,10 +27,11 @@ class SpeculativeK(Protocol):
     """Chooses k for one text, before each round.
 
     Attributes:
-        most: The largest k that it may choose.
+        pieces: Numbers of proposals to build compiled graphs for, of which every k that it may choose is a sum, or
+            falls a little short of one; the largest k among them. Empty where none is ever proposed.
     """
 
-    most: int
+    pieces: tuple[int, ...]
 
     def choose(self) -> int:
         """The k of the next round; 0 for a plain step."""
@@ -52,10 +53,11 @@ class FixedK:
     """Always the same k."""
 
     def __init__(self, k: int) -> None:
-        self.most = k
+        self._k = k
+        self.pieces = (k,) if k else ()
 
     def choose(self) -> int:
-        return self.most
+        return self._k
 
     def observe(self, *, proposed: int, accepted: int, seconds: float, limit: int) -> None:
         pass
@@ -202,7 +204,8 @@ class AdaptiveK:
     FIRST_CHECK, CHECK = (3.0, 1), (1.5, 64)
 
     def __init__(self, most: int, step_cost: float, *, timed: bool) -> None:
-        self.most = most
+        self._most = most
+        self.pieces = tuple(sorted({most, *(piece for piece in (1, 2, 4) if piece < most)}, reverse=True))
         self._acceptance = Acceptance(most)
         self._times = RoundTimes(most, step_cost)
         self._timed = timed
@@ -229,7 +232,7 @@ class AdaptiveK:
     def _worth_a_try(self) -> bool:
         """Whether to propose one token though plain decoding pays best, as far as is known."""
         seconds = self._times.estimate()
-        could_pay = any((1 + k) * seconds[0] >= self.MARGIN * seconds[k] for k in range(1, self.most + 1))
+        could_pay = any((1 + k) * seconds[0] >= self.MARGIN * seconds[k] for k in range(1, self._most + 1))
         if not (could_pay or self._timed):
             return False
         if self._hopeful:
