@@ -264,6 +264,10 @@ def right_prefix(right: torch.Tensor) -> torch.Tensor:
 class Greedy(Sampler):
     """The most likely token; the lowest id where several are."""
 
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        return type(self), tuple(self._banned)
+
     def draw(self, logits: torch.Tensor, position: Position, inputs: Inputs | None = None) -> tuple[torch.Tensor, None]:
         return self.ban(logits, position, inputs).max(-1).indices, None
 
