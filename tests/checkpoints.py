@@ -99,3 +99,14 @@ def write_checkpoint(
         text = generation_config if isinstance(generation_config, str) else json.dumps(generation_config)
         (folder / "generation_config.json").write_text(text, encoding="utf-8")
     return folder
+
+
+def write_pair(folder: Path, config: Config, noise: float) -> tuple[Path, Path]:
+    """A random target and a draft that agrees with it now and then: the same weights, disturbed."""
+    weights = lively_weights(config)
+    generator = torch.Generator().manual_seed(0)
+    noisy = {name: w + noise * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
+    return (
+        write_checkpoint(folder / "target", config, weights=weights),
+        write_checkpoint(folder / "draft", config, weights=noisy),
+    )

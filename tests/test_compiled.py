@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import lively_weights, tiny_config, write_checkpoint
+from checkpoints import lively_weights, tiny_config, write_checkpoint, write_pair
 from torch._dynamo.utils import counters
 
 from litspec import SpecLLM
@@ -34,15 +34,7 @@ MODES = {
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A random target and a draft that agrees with it now and then: the same weights, disturbed."""
-    folder, config = tmp_path_factory.mktemp("pair"), tiny_config()
-    weights = lively_weights(config)
-    generator = torch.Generator().manual_seed(0)
-    noisy = {name: w + 0.01 * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
-    return (
-        write_checkpoint(folder / "target", config, weights=weights),
-        write_checkpoint(folder / "draft", config, weights=noisy),
-    )
+    return write_pair(tmp_path_factory.mktemp("pair"), tiny_config(), noise=0.01)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from typing import Any
 import litgpt.model
 import pytest
 import torch
-from checkpoints import byte_level_tokenizer, lively_weights, tiny_config, write_checkpoint
+from checkpoints import byte_level_tokenizer, lively_weights, tiny_config, write_checkpoint, write_pair
 from litgpt.config import Config
 from litgpt.generate.base import generate as litgpt_generate
 from tokenizers import Tokenizer, decoders, models
@@ -40,15 +40,7 @@ def target_alone(folder: Path, prompt: Sequence[int], max_new_tokens: int) -> li
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A random target and a draft that agrees with it now and then: the same weights, disturbed."""
-    folder, config = tmp_path_factory.mktemp("pair"), tiny_config(block_size=1280)
-    weights = lively_weights(config)
-    generator = torch.Generator().manual_seed(0)
-    noisy = {name: w + 0.02 * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
-    return (
-        write_checkpoint(folder / "target", config, weights=weights),
-        write_checkpoint(folder / "draft", config, weights=noisy),
-    )
+    return write_pair(tmp_path_factory.mktemp("pair"), tiny_config(block_size=1280), noise=0.02)
 
 
 @pytest.fixture(scope="module")
