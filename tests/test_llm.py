@@ -14,7 +14,7 @@ from typing import Any
 import litgpt.model
 import pytest
 import torch
-from checkpoints import byte_level_tokenizer, lively_weights, tiny_config, write_checkpoint, write_pair
+from checkpoints import byte_level_tokenizer, tiny_config, write_checkpoint, write_pair
 from litgpt.config import Config
 from litgpt.generate.base import generate as litgpt_generate
 from tokenizers import Tokenizer, decoders, models
