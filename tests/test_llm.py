@@ -14,7 +14,9 @@ from typing import Any
 import litgpt.model
 import pytest
 import torch
+import transformers
 from checkpoints import byte_level_tokenizer, tiny_config, write_checkpoint, write_pair
+from families import build
 from litgpt.config import Config
 from litgpt.generate.base import generate as litgpt_generate
 from tokenizers import Tokenizer, decoders, models
@@ -221,6 +223,27 @@ def test_room_made_beforehand_serves_all_texts_that_fit(llm: SpecLLM, monkeypatc
     for prompt in ("a", "b" * 500):
         assert other.generate(prompt, max_new_tokens=20, temperature=0).token_ids
     assert made == [600, 600]
+
+
+@pytest.mark.parametrize("prompt_size", [5, 100])
+def test_200_tokens_of_a_sliding_window_model_are_those_of_transformers(tmp_path: Path, prompt_size: int) -> None:
+    config, weights, reference = build("mistral")
+    assert config.sliding_window_size == 16 and isinstance(reference, transformers.MistralForCausalLM)
+    generator = torch.Generator().manual_seed(1)
+    noisy = {name: w + 0.01 * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
+    target = write_checkpoint(tmp_path / "target", config, weights=weights)
+    draft = write_checkpoint(tmp_path / "draft", config, weights=noisy)
+    prompt = ("theoldmanandthesea" * 6)[:prompt_size]  # characters whose ids the small vocabulary has
+    for drafter in ("draft_model", "prompt_lookup", "none"):
+        llm = SpecLLM.load(target, draft, drafter=drafter, precision="32-true")
+        ids = llm.codec.encode(prompt)
+        assert len(ids) == prompt_size
+        want = reference.generate(
+            ids[None].long(), max_new_tokens=200, do_sample=False, eos_token_id=None, pad_token_id=0
+        )[0, prompt_size:]
+        out = llm.generate(prompt, max_new_tokens=200, temperature=0)
+        assert out.token_ids == want.tolist()
+        assert drafter != "draft_model" or 0.1 < out.stats.acceptance_rate < 1
 
 
 # --- seeds and many prompts
