@@ -496,3 +496,15 @@ def test_the_default_precision_is_what_the_device_computes_in(monkeypatch: pytes
 
 def test_the_references_are_families_that_litgpt_reads() -> None:
     assert set(REFERENCES) <= set(FAMILIES)
+
+
+def test_a_process_that_ends_is_not_aborted_by_its_own_heartbeat() -> None:
+    # A thread that is within the store when the interpreter goes takes the process with it: exit code 134.
+    code = (
+        "import time, litspec.placement.heartbeat as heartbeat\n"
+        "heartbeat.BEAT_SECONDS = 0.0\n"
+        "kept = [heartbeat.Heartbeat(0, 2, lambda n: n) for _ in range(8)]\n"
+        "time.sleep(0.3)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

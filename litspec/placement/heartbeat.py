@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 BEAT_SECONDS = 3.0
 LOST_SECONDS = 40.0
+LEAVING_SECONDS = 5.0  # a store that answers at all does so at once
 
 
 class LostRank(RuntimeError):
@@ -52,9 +54,21 @@ class Heartbeat:
         now = time.monotonic()
         self._seen = {other: (0, now) for other in range(world_size) if other != rank}
         self._ended: set[int] = set()
+        self._leaving = threading.Event()
         # Two threads, since one that asks a rank 0 that hangs would hang with it.
-        for target in (self._beat, self._watch):
-            threading.Thread(target=target, daemon=True, name=f"litspec-{target.__name__}").start()
+        self._threads = [
+            threading.Thread(target=target, daemon=True, name=f"litspec-{target.__name__}")
+            for target in (self._beat, self._watch)
+        ]
+        for thread in self._threads:
+            thread.start()
+        atexit.register(self._leave)
+
+    def _leave(self) -> None:
+        """Ends the threads: one that is within the store when the interpreter goes would abort the whole process."""
+        self._leaving.set()
+        for thread in self._threads:
+            thread.join(LEAVING_SECONDS)
 
     def lost(self) -> list[int]:
         """The ranks that have been silent for too long without having said that they end."""
@@ -97,17 +111,16 @@ class Heartbeat:
                 self._ended.add(other)
 
     def _beat(self) -> None:
-        while True:
+        while not self._leaving.is_set():
             try:
                 self._store.add(f"beats/{self.rank}", 1)
                 self._look()
             except RuntimeError:  # rank 0, who keeps the store, has ended or cannot be reached
                 pass
-            time.sleep(BEAT_SECONDS)
+            self._leaving.wait(BEAT_SECONDS)
 
     def _watch(self) -> None:
-        while True:
-            time.sleep(BEAT_SECONDS)
+        while not self._leaving.wait(BEAT_SECONDS):
             if self.needed and (lost := self.lost()):
                 print(f"litspec: {self._sentence(lost)}", file=sys.stderr, flush=True)
                 os._exit(1)
