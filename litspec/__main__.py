@@ -35,8 +35,9 @@ class Parser(ArgumentParser):
         parts = [hint] if get_origin(hint) is Literal else get_args(hint)
         choices = [name for part in parts for name in (get_args(part) or [named.get(part, part.__name__)])]
         value = re.search("Given value: (.*)", message)
-        given = next((arg for flag, arg in zip(sys.argv, sys.argv[1:]) if flag == f"--{key}"), None)
-        got = repr(value[1] if value else given) if value or given else "another value"
+        # The value may stand behind a "=" or a blank; in a configuration file it is not looked for.
+        given = re.search(f"(?:^|\n)--{key}[=\n]([^\n]*)", "\n".join(sys.argv))
+        got = repr((value or given)[1]) if value or given else "another value"
         return f"{key} must be one of {', '.join(map(str, choices))}, got {got}."
 
 

@@ -220,6 +220,7 @@ def measure_parts(
     text: list[int],
     widths: Sequence[int],
     repeats: int,
+    k: int | None = None,
 ) -> Parts:
     """Times the parts of a round in the middle of a text.
 
@@ -231,6 +232,7 @@ def measure_parts(
         text: Token ids of a prompt and its completion, at least two.
         widths: Rows to verify, 1 among them.
         repeats: Turns for each part.
+        k: Proposals drafted at once; None: as many as may be.
     """
     device = llm.placed.device
     # Room for a proposal; the model gives the rows of a verification room by itself.
@@ -264,18 +266,18 @@ def measure_parts(
         session = TargetSession(llm.placed, room)
         session.prefill(text)
         draft = drafter.begin(session, room, sampler)
-        k = min(drafter.max_k, llm.verify_width - 1)
+        drafted = k or min(drafter.max_k, llm.verify_width - 1)
         if hasattr(draft, "warm_up"):
-            draft.warm_up((k,))
+            draft.warm_up((drafted,))
             session.prefill(text)
         draft.extend(text, 0)
 
-        def drafting(session: TargetSession = session, draft: DraftSession = draft, k: int = k) -> None:
+        def drafting(session: TargetSession = session, draft: DraftSession = draft, n: int = drafted) -> None:
             if session.graphs is not None:
                 session.graphs.begin_round()
-            draft.propose(text[-1], middle, k)
+            draft.propose(text[-1], middle, n)
 
-        functions["draft", name, k] = drafting
+        functions["draft", name, drafted] = drafting
 
     prompt = TargetSession(llm.placed, room)
     idx = torch.tensor([text], device=device)

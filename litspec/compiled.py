@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
+from importlib.util import find_spec
 from types import FunctionType
 from typing import Any
 
@@ -98,10 +99,8 @@ def _compile(function: Callable[..., Any], device: torch.device) -> Callable[...
 
 def _check_compiler(device: torch.device) -> None:
     if device.type == "cuda":
-        try:
-            import triton  # noqa: F401
-        except ImportError as error:
-            raise InputError("compile needs triton on a GPU, which is not installed; load without compile.") from error
+        if find_spec("triton") is None:
+            raise InputError("compile needs triton on a GPU, which is not installed; load without compile.")
         return
     if device.type != "cpu":
         raise InputError(f"compile works on a CPU and on CUDA devices, got {str(device)!r}; load without compile.")

@@ -261,15 +261,17 @@ def right_prefix(right: torch.Tensor) -> torch.Tensor:
     return right.cumprod(0).sum()
 
 
-class Greedy(Sampler):
-    """The most likely token; the lowest id where several are."""
+class Choosing(Sampler):
+    """A sampler whose token follows from logits and position: a proposal is accepted iff it is the same."""
 
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        return type(self), tuple(self._banned)
+    def _choose(
+        self, logits: torch.Tensor, position: Position, inputs: Inputs | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The choice of each row of logits without banned ids, (R,), and numbers that are finite iff all logits are."""
+        raise NotImplementedError
 
     def draw(self, logits: torch.Tensor, position: Position, inputs: Inputs | None = None) -> tuple[torch.Tensor, None]:
-        return self.ban(logits, position, inputs).max(-1).indices, None
+        return self._choose(self.ban(logits, position, inputs), position, inputs)[0], None
 
     def verify(
         self,
@@ -279,9 +281,23 @@ class Greedy(Sampler):
         q: Distribution | None = None,
         inputs: Inputs | None = None,
     ) -> Verified:
+        own, numbers = self._choose(self.ban(logits, position, inputs), position, inputs)
+        return Verified(own, right_prefix(own[:-1] == tokens), numbers.isfinite().all())
+
+
+class Greedy(Choosing):
+    """The most likely token; the lowest id where several are."""
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        return type(self), tuple(self._banned)
+
+    def _choose(
+        self, logits: torch.Tensor, position: Position, inputs: Inputs | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         # `max` finds the index several times faster than `argmax` on a CPU, and a NaN is its greatest value.
-        values, own = self.ban(logits, position, inputs).max(-1)
-        return Verified(own, right_prefix(own[:-1] == tokens), values.isfinite().all())
+        values, own = logits.max(-1)
+        return own, values
 
 
 class Rejection(Sampler):
@@ -371,7 +387,7 @@ class Rejection(Sampler):
         return Verified(torch.where(places < accepted, F.pad(tokens, (0, 1)), own), accepted, finite)
 
 
-class Coupled(Sampler):
+class Coupled(Choosing):
     """Gumbel sampling with noise shared by target and drafter (Daliri, Musco, Suresh 2024, arXiv 2408.07978).
 
     The noise of a token is a function of seed, position and token id alone. Target and drafter both take
@@ -392,8 +408,7 @@ class Coupled(Sampler):
     def _choose(
         self, logits: torch.Tensor, position: Position, inputs: Inputs | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The choice of each row, (R,), and whether all logits were numbers, ()."""
-        p = processed(self.ban(logits, position, inputs), self.sampling)
+        p = processed(logits, self.sampling)
         ids = torch.arange(p.probs.size(1), device=p.probs.device).unsqueeze(0) if p.ids is None else p.ids
         positions = torch.arange(logits.size(0), device=p.probs.device) + position
         scores = p.probs.log() + gumbel_noise(self._seed if inputs is None else inputs.key, positions, ids)
@@ -403,21 +418,7 @@ class Coupled(Sampler):
             # id that exists: a drafter feeds it to its model before anybody looks at `finite`.
             ties = torch.where(scores < values.unsqueeze(1), torch.iinfo(torch.int64).max, p.ids)
             columns = ties.min(-1).values
-        return columns, p.probs.isfinite().all()
-
-    def draw(self, logits: torch.Tensor, position: Position, inputs: Inputs | None = None) -> tuple[torch.Tensor, None]:
-        return self._choose(logits, position, inputs)[0], None
-
-    def verify(
-        self,
-        logits: torch.Tensor,
-        position: Position,
-        tokens: torch.Tensor,
-        q: Distribution | None = None,
-        inputs: Inputs | None = None,
-    ) -> Verified:
-        own, finite = self._choose(logits, position, inputs)
-        return Verified(own, right_prefix(own[:-1] == tokens), finite)
+        return columns, p.probs
 
 
 def make_sampler(

@@ -35,7 +35,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from functools import partial
 from importlib.metadata import version
@@ -53,16 +53,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from litspec import SpecLLM
-from litspec.benchmark import SimulatedDrafter, copy_bandwidth, interleaved
+from litspec.benchmark import SimulatedDrafter, interleaved, measure_parts
 from litspec.commands.verify import PROMPTS
 from litspec.demo import DEMO_TARGET
-from litspec.drafters import FixedK, make_drafter
-from litspec.drafters.autoregressive import step_bytes
+from litspec.drafters import make_drafter
 from litspec.model import GPT
 from litspec.placement import Single
 from litspec.placement.place import layer_bytes, weight_bytes
-from litspec.rounds import Rounds, TargetSession
-from litspec.sampling import Sampling, make_sampler
+from litspec.sampling import Sampling
 from litspec.text import TextCodec
 
 TARGET, DRAFT = "Llama-3.1-8B", "Llama-3.2-1B"
@@ -293,28 +291,6 @@ def rates(ways: dict[str, Callable[[], int]], setup: Setup) -> dict[str, float]:
 
 
 @torch.inference_mode()
-def measure_parts(llm: SpecLLM, text: list[int], setup: Setup) -> tuple[float, float, float]:
-    """Seconds of a plain step, of a step of all rows without a drafter, and of one token of the drafter; unlike in
-    `litspec.benchmark`, whole rounds as they are decoded, which may be compiled."""
-    sampler, place, ways = make_sampler(Sampling(0.0), seed=0, device=setup.device), len(text) - 1, {}
-    for width in (1, WIDTH):
-        target = TargetSession(replace(llm.placed, verify_width=width), len(text) + WIDTH)
-        rounds = Rounds(target, None, sampler, FixedK(0))
-        rounds.warm_up()
-        rounds.prefill(text[:-1])
-        ways[width] = partial(rounds.step, text[-1:], place, 0)
-    draft = llm.drafter.begin(target, len(text) + WIDTH, sampler)
-    draft.extend(text, 0)
-
-    def propose() -> None:
-        if llm.placed.graphs is not None:
-            llm.placed.graphs.begin_round()
-        draft.propose(text[-1], place, setup.k)
-
-    seconds = interleaved(ways | {"draft": propose}, 4 * setup.repeats, setup.device)
-    return seconds[1], seconds[WIDTH], seconds["draft"] / setup.k
-
-
 def measure_decoding(stage: Stage, mode: str, llm: SpecLLM, setup: Setup) -> None:
     """Decodes one text in every way. It is known from the turn before, so what a turn takes is rounds only."""
     generate = dict(prompt=LONG_PROMPTS[0], max_new_tokens=setup.max_new_tokens, speculative_k=setup.k, **GREEDY)
@@ -331,7 +307,11 @@ def measure_decoding(stage: Stage, mode: str, llm: SpecLLM, setup: Setup) -> Non
         return setup.max_new_tokens - 1
 
     speeds = rates({name: partial(decode, name) for name in decoders}, setup)
-    plain_step, step, draft = measure_parts(llm, prompt + text[: len(text) // 2], setup)
+    middle = prompt + text[: len(text) // 2]
+    parts = measure_parts(
+        llm, decoders["plain"], {"draft": llm.drafter}, Sampling(0.0), middle, (1, WIDTH), 4 * setup.repeats, setup.k
+    )
+    plain_step, step, draft = parts.verify[1], parts.verify[WIDTH], parts.draft["draft"]
     for name, speed in speeds.items():
         stats, speedup = latest[name].stats, speed / speeds["plain"]
         gain = (stats.new_tokens - 1) / stats.rounds
@@ -339,8 +319,7 @@ def measure_decoding(stage: Stage, mode: str, llm: SpecLLM, setup: Setup) -> Non
         note = f"{speedup:.2f} x plain, ideal {ideal:.2f}, efficiency {speedup / ideal:.2f}; {gain:.2f} tokens a round"
         numbers = dict(speedup=speedup, ideal=ideal, efficiency=speedup / ideal, tokens_per_round=gain)
         stage.number(f"{mode}, {name}", f"{speed:.1f} tokens/s", note, tokens_per_second=speed, **numbers)
-    read = step_bytes(llm.placed.model) / plain_step
-    copied = copy_bandwidth(setup.device, 2**24 if setup.tiny else 2**28)
+    read, copied = parts.weight_bandwidth, parts.copy_bandwidth
     note = f"{read / 1e9:.0f} of {copied / 1e9:.0f} GB/s; a plain step {plain_step * 1e3:.2f} ms, "
     note += f"{WIDTH} rows {step * 1e3:.2f}, a draft step {draft * 1e3:.2f}"
     numbers = dict(plain_step=plain_step, step=step, draft_step=draft, read=read, copied=copied, share=read / copied)

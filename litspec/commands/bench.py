@@ -41,7 +41,7 @@ def bench(
 
     Everything runs in one process, interleaved, and is reported as medians. Plain decoding, the measure of every
     speedup, is one row a step without a drafter. Each drafter writes every text with each k, repeats times: with the
-    defaults that is about two minutes for the embedded pair on two cores, and more where other work wants them.
+    defaults that is about a minute for the embedded pair on two cores, and more where other work wants them.
 
     Args:
         checkpoint_dir: Folder of the target in LitGPT's format, or its name below checkpoints/. Without it the embedded
