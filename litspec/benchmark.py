@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import harmonic_mean, median
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -181,21 +182,37 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def interleaved(functions: dict[Any, Callable[[], Any]], repeats: int, device: torch.device) -> dict[Any, float]:
+def interleaved(
+    functions: dict[Any, Callable[[], Any]],
+    repeats: int,
+    device: torch.device,
+    before: Mapping[Any, Callable[[], Any]] = MappingProxyType({}),
+) -> dict[Any, float]:
     """Medians, in seconds, of functions that take turns.
 
     In each turn a function runs up to five times and its last run is timed: in a text it follows its like, with its
     weights and its code in the caches. Two turns warm up.
+
+    Args:
+        functions: By name.
+        repeats: Turns.
+        device: Where they run.
+        before: What else runs before each run of a function, by its name, and is not timed: what comes before it in a
+            text, and may have driven its weights out of the caches.
     """
     seconds: dict[Any, list[float]] = {name: [] for name in functions}
     for turn in range(repeats + 2):
         for name, function in functions.items():
+            prepare = before.get(name, lambda: None)
             came = time.perf_counter()
             for _ in range(4):
+                prepare()
                 function()
                 _synchronize(device)
                 if time.perf_counter() - came > 0.03:
                     break
+            prepare()
+            _synchronize(device)
             began = time.perf_counter()
             function()
             _synchronize(device)
@@ -240,6 +257,7 @@ def measure_parts(
     sampler = make_sampler(sampling, seed=0, device=device)
     middle = len(text) - 1
     functions: dict[Any, Callable[[], Any]] = {}
+    before: dict[Any, Callable[[], Any]] = {}
 
     for width in widths:
         # The weights as they are laid out when loading for so many rows.
@@ -278,12 +296,14 @@ def measure_parts(
             draft.propose(text[-1], middle, n)
 
         functions["draft", name, drafted] = drafting
+        # As in a round, drafts follow a verification.
+        before["draft", name, drafted] = functions["verify", max(widths)]
 
     prompt = TargetSession(llm.placed, room)
     idx = torch.tensor([text], device=device)
     functions["prefill"] = lambda: prompt.model.prefill(idx, prompt.cache)
 
-    measured = interleaved(functions, repeats, device)
+    measured = interleaved(functions, repeats, device, before)
     return Parts(
         verify={key[1]: seconds for key, seconds in measured.items() if key[0] == "verify"},
         draft={key[1]: seconds / key[2] for key, seconds in measured.items() if key[0] == "draft"},

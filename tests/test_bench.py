@@ -195,6 +195,12 @@ def test_functions_take_turns_and_the_last_of_a_few_runs_is_timed(monkeypatch: p
     assert calls == ["a", "a", "b", "b"] * 5
     quick = [0.001] * 14 + [7.0]
     assert interleaved({"quick": scripted("quick", quick)}, 1, CPU) == {"quick": 7.0}  # four runs are enough as well
+    # What comes before a function in a text is run each time, and not timed.
+    calls.clear()
+    draft, verification = [9.0, 1.0] * 3, [100.0] * 6
+    before = {"draft": scripted("verification", verification)}
+    assert interleaved({"draft": scripted("draft", draft)}, 1, CPU, before) == {"draft": 1.0}
+    assert calls == ["verification", "draft"] * 6
 
 
 def test_runs_take_turns_text_by_text(llm: SpecLLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,8 @@ from torch._dynamo.utils import counters
 from litspec import SpecLLM
 from litspec.__main__ import main
 from litspec.compiled import Graphs, split
-from litspec.drafters import FixedK, Proposal
+from litspec.drafters import FixedK, Proposal, autoregressive
+from litspec.drafters.autoregressive import fitting
 from litspec.drafters.speculative_k import AdaptiveK
 from litspec.errors import InputError
 from litspec.rounds import Rounds
@@ -54,9 +55,7 @@ def test_a_compiled_text_is_the_same_with_every_drafter_and_every_k(llm: SpecLLM
     outs = llm.generate(PROMPTS, **MODES[mode], max_new_tokens=40, seed=1, speculative_k=3)
     assert [out.token_ids for out in outs] == alone
     assert sum(out.stats.accepted for out in outs) > 0
-    others = (("draft_model", 1), ("draft_model", "auto"), ("prompt_lookup", 3), ("early_exit", 3))
-    # Graphs with the coupled sampler's noise in them take longest to build, and early exit has its own.
-    for drafter, k in others if mode == "greedy" else others[:3]:
+    for drafter, k in (("draft_model", 1), ("draft_model", "auto"), ("prompt_lookup", 3), ("early_exit", 3)):
         assert decode(llm.with_drafter(drafter, exit_layer=1), mode, speculative_k=k) == alone, (drafter, k)
 
 
@@ -216,6 +215,26 @@ def test_any_k_is_split_into_pieces() -> None:
     assert [split(k, binary) for k in range(8)] == [[], [1], [2], [2, 1], [4], [4, 1], [4, 2], [4, 2, 1]]
     assert split(15, binary) == [4, 4, 4, 2, 1] and split(7, (7, *binary)) == [7] and split(6, (7, *binary)) == [4, 2]
     assert split(3, (5,)) == [5] and split(5, (3,)) == [3, 3] and split(0, (5,)) == []
+
+
+def test_long_draft_steps_share_no_graph(
+    llm: SpecLLM, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    binary = (7, 4, 2, 1)
+    # Of 16 layers at most, and of equal parts, so that nothing is drafted in vain.
+    assert fitting((7,), 1) == fitting((7,), 2) == (7,) and fitting((7,), 3) == fitting((7,), 30) == (1,)
+    assert fitting((6,), 4) == (3,) and fitting(binary, 4) == (4, 2, 1) and fitting(binary, 16) == (1,)
+    for n_layer in range(1, 40):
+        for k in range(1, 16):
+            sizes = split(k, fitting((k,), n_layer))
+            assert sum(sizes) == k and (max(sizes) == 1 or max(sizes) * n_layer <= 16)
+    alone = decode(llm.with_drafter("none"), "greedy")
+    monkeypatch.setattr(autoregressive, "LAYERS_PER_GRAPH", 2)
+    other = SpecLLM.load(*pair, verify_width=WIDTH, compile=True, precision="32-true")
+    outs = other.generate(PROMPTS, **MODES["greedy"], max_new_tokens=40, seed=1, speculative_k=3)
+    assert [out.token_ids for out in outs] == alone
+    # One graph to verify and one that drafts a single token, which serves three times a round.
+    assert len(other.placed.graphs) == 2 and max(out.stats.proposed / out.stats.rounds for out in outs) > 2
     assert FixedK(5).pieces == (5,) and FixedK(0).pieces == ()
     assert [AdaptiveK(most, 0.1, timed=False).pieces for most in (1, 3, 7)] == [(1,), (3, 2, 1), (7, 4, 2, 1)]
 

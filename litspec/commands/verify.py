@@ -151,7 +151,7 @@ def verify(
                 with_drafter = llm.with_drafter(drafter, exit_layer=exit_layer)
                 texts = _decode(with_drafter, prompts, settings | {"speculative_k": verify_width - 1}, advance)
                 checks.append(_compare(llm, f"{mode}, {drafter}", prompts, alone, texts, settings))
-        checks += _rejection_checks(llm, drafters[0], prompts, sampled, seed, advance)
+        checks += _rejection_checks(llm, drafters[0], prompts, sampled, seed, verify_width - 1, advance)
     if not quiet:
         _print(checks, output_format)
     return 0 if all(check.passed for check in checks) else 1
@@ -225,7 +225,7 @@ def _difference(llm: Any, number: int, prompt: str, a: list[int], b: list[int], 
 
 
 def _rejection_checks(
-    llm: Any, drafter: str, prompts: list[str], sampled: dict[str, Any], seed: int, advance: Any
+    llm: Any, drafter: str, prompts: list[str], sampled: dict[str, Any], seed: int, k: int, advance: Any
 ) -> list[Check]:
     """The accept rule on table models; the drafter's honesty on the real pair."""
     from litspec.sampling import Sampling
@@ -238,7 +238,8 @@ def _rejection_checks(
     if Sampling(**sampled).greedy:
         return checks
     # Contexts along texts that the target wrote, where drafting happens.
-    texts = [llm.generate(p, index=i, max_new_tokens=24, seed=seed, **sampled) for i, p in enumerate(prompts)]
+    settings = dict(max_new_tokens=24, seed=seed, speculative_k=k, **sampled)
+    texts = [llm.generate(prompt, index=i, **settings) for i, prompt in enumerate(prompts)]
     ids = [llm.codec.encode(p).tolist() + text.token_ids for p, text in zip(prompts, texts)]
     contexts = [ids[i % len(ids)][: max(2, len(ids[i % len(ids)]) - i)] for i in range(CONTEXTS)]
     tests = honesty(

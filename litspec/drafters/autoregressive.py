@@ -11,6 +11,10 @@ from litspec.drafters.base import Proposal
 from litspec.model import GPT, KVCache
 from litspec.sampling import Distribution, Inputs, Position, Rejection, Sampler, concatenate
 
+# A graph takes time to build for each layer in it. Where one draft step has many layers, nothing is gained by several
+# steps in a graph: the way back to Python between them is short beside a step.
+LAYERS_PER_GRAPH = 16
+
 
 def step_bytes(model: GPT, n_layer: int | None = None) -> int:
     """Bytes of weights that one row reads on its way through the first `n_layer` blocks (None: all) and the head."""
@@ -53,8 +57,15 @@ def _joined(found: Sequence[Proposal]) -> Proposal:
     return Proposal(torch.cat([proposal.tokens for proposal in found]), concatenate(q) if q else None)
 
 
+def fitting(pieces: Sequence[int], n_layer: int) -> tuple[int, ...]:
+    """The largest equal parts of each piece whose graphs, of `n_layer` layers a step, have `LAYERS_PER_GRAPH` at most."""
+    most = max(1, LAYERS_PER_GRAPH // n_layer)
+    parts = {max(n for n in range(1, piece + 1) if piece % n == 0 and n <= most) for piece in pieces}
+    return tuple(sorted(parts, reverse=True))
+
+
 class CompiledDraft:
-    """Drafts of one text, several tokens a graph.
+    """Drafts of one text, several tokens a graph where steps are short.
 
     Args:
         graphs: Where graphs are kept.
@@ -84,7 +95,8 @@ class CompiledDraft:
         self._vocab_size = vocab_size
         self._n_layer = n_layer
         self._allowed = allowed
-        self._pieces: tuple[int, ...] = (4, 2, 1)
+        self._layers = len(model.transformer.h[:n_layer])
+        self._pieces = fitting((4, 2, 1), self._layers)
         self._name = ("draft", model, n_layer, vocab_size, name, sampler.kind)
 
     def propose(self, rows: torch.Tensor, input_pos: int, k: int, cache: KVCache) -> Proposal:
@@ -113,9 +125,9 @@ class CompiledDraft:
         """
         before = len(self._graphs)
         rows = torch.zeros(n_rows, dtype=torch.int64, device=cache.slots.device)
-        self._pieces = tuple(pieces)
-        for n in pieces:
-            for kv_length in cache.buckets(max_length + max(pieces)):
+        self._pieces = fitting(pieces, self._layers)
+        for n in self._pieces:
+            for kv_length in cache.buckets(max_length + max(self._pieces)):
                 if self._key(n_rows, n, cache, kv_length) not in self._graphs:
                     self._run(rows, cache.size - n_rows - n, n, cache, kv_length)
         return len(self._graphs) > before
