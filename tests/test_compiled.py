@@ -5,6 +5,7 @@ Graphs take seconds each, so the pair is tiny, four rows are verified, and most 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -246,3 +247,24 @@ def test_the_command_says_that_it_compiles(pair: tuple[Path, Path], capsys: pyte
     err = capsys.readouterr().err
     assert exit_.value.code in (0, None)
     assert err.count("Compiling; this takes a while") == 1 and "s went into compiling" in err
+
+
+def test_verify_holds_compiled_steps_to_the_same_promise(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("litspec.commands.verify.CONTEXTS", 3)
+    monkeypatch.setattr("litspec.commands.verify.TABLE_DRAWS", 5_000)
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    compiled = []
+    real = Graphs.call
+    monkeypatch.setattr(Graphs, "call", lambda self, key, *args: (compiled.append(key), real(self, key, *args))[1])
+    flags = ["--checkpoint_dir", pair[0], "--draft_dir", pair[1], "--verify_width", 3, "--max_new_tokens", 24]
+    flags += ["--prompts_file", tmp_path / "prompts.txt", "--output_format", "json", "--top_k", 20]
+    with pytest.raises(SystemExit) as exit_:
+        main(["verify", *map(str, flags), "--compile"])
+    report = json.loads(capsys.readouterr().out)
+    assert exit_.value.code in (0, None) and report["passed"]
+    assert [check["detail"][:3] for check in report["checks"][:6]] == ["2/2"] * 6
+    assert len(report["checks"]) == 8 and "3 contexts" in report["checks"][7]["detail"]
+    # Three samplers verify; the draft model drafts with each, once more a single token, and early exit with two.
+    assert len(set(compiled)) == 3 + 4 + 2 and len(compiled) > 100
