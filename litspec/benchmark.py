@@ -22,7 +22,7 @@ from litspec.drafters import Drafter, DrafterName, DraftSession, FixedK, Proposa
 from litspec.drafters.autoregressive import step_bytes
 from litspec.errors import InputError
 from litspec.llm import Completion, SpecLLM
-from litspec.model.packed import GAINS, PackedLinear
+from litspec.model.packed import GAINS, slows_one_row
 from litspec.rounds import Rounds, TargetSession
 from litspec.sampling import Sampler, Sampling, make_sampler
 
@@ -171,10 +171,7 @@ def plain_decoder(llm: SpecLLM, load: Callable[[], SpecLLM]) -> SpecLLM:
         load: Loads it to decode plainly, see `SpecLLM.load`. Called only where `llm` has float32 weights that were laid
             out for several rows (see `model.packed`), with which one row is slower.
     """
-    for module in llm.placed.model.modules():
-        if isinstance(module, PackedLinear) and module.weight.dtype is torch.float32:
-            return load()
-    return llm.with_drafter("none", verify_width=1)
+    return load() if slows_one_row(llm.placed.model) else llm.with_drafter("none", verify_width=1)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -88,8 +88,8 @@ class Graphs:
 
 def _compile(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     options: dict[str, Any] = {"triton.cudagraphs": True} if device.type == "cuda" else {"cpp_wrapper": True}
-    # The coupled sampler's hash uses each number twice, a dozen times over. What is not kept as a tensor in between, the
-    # compiler works out anew at each use; with its own limit of 30 operators seven drafts took four times as long to build.
+    # The coupled sampler's hash uses each number twice, a dozen times over. What is not kept as a tensor in between,
+    # the compiler works out anew at each use; with its own limit of 30 operators seven drafts took four times as long.
     options["realize_opcount_threshold"] = 8
     # The key says all that the graph depends on; checking thousands of attributes in each call costs more than a draft.
     if (no_guards := getattr(torch.compiler, "skip_all_guards_unsafe", None)) is not None:

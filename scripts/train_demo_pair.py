@@ -39,7 +39,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 EOS = "<|endoftext|>"
-ARGMAX_WEIGHT = 0.1  # in the draft's loss, for greedy decoding: there only the first choice counts
+ARGMAX_WEIGHT = 0.2  # in the draft's loss, for greedy decoding: there only the first choice counts
 console = Console(stderr=True)
 
 
@@ -51,11 +51,11 @@ class Recipe:
     block_size: int = 1024
     # Deep and narrow: a target step then costs many small operations, a draft step few, whatever their widths.
     target: tuple[int, int, int, int, int] = (16, 192, 6, 2, 256)  # layers, width, heads, query groups, MLP width
-    draft: tuple[int, int, int, int, int] = (1, 256, 8, 2, 768)
+    draft: tuple[int, int, int, int, int] = (1, 192, 6, 2, 512)
     target_steps: int = 1800
     target_batch: int = 8
     target_lr: float = 3e-3
-    draft_steps: int = 2000
+    draft_steps: int = 9000
     draft_batch: int = 16
     draft_lr: float = 3e-3
     window: int = 256
@@ -63,10 +63,11 @@ class Recipe:
     # distances beyond `window` is learnt too and longer texts do not fall apart.
     long_every: int = 4
     kept_tokens: int = 1 << 20  # at most so many of the training text's are kept with the target's states over them
-    own_texts: int = 1536  # texts written by the target for the draft to learn from
+    own_texts: int = 8192  # texts written by the target for the draft to learn from
     own_batch: int = 512
     own_prompt: int = 32
     own_length: int = 160
+    own_greedy: int = 64  # so many of a greedy text's tokens are greedy: later ones tend to loop
     temperature: float = 0.8
 
 
@@ -286,7 +287,7 @@ def train_target(fabric: Fabric, model: GPT, tokens: Tensor, recipe: Recipe, *, 
 def own_texts(target: GPT, tokens: Tensor, recipe: Recipe, *, seed: int) -> Tensor:
     """What the target writes after pieces of the training text, shape `(own_texts, own_length)`, prompts included.
 
-    A third of the rows is greedy for its first 24 tokens (later greedy text tends to loop), all else is sampled.
+    A third of the rows is greedy for its first `own_greedy` tokens, all else is sampled.
     """
     generator = torch.Generator().manual_seed(seed)
     device = next(target.parameters()).device
@@ -304,7 +305,7 @@ def own_texts(target: GPT, tokens: Tensor, recipe: Recipe, *, seed: int) -> Tens
                 logits = target(fed, positions, input_pos_maxp1=text.size(1))[:, -1].float()
                 # argmax(logits + T * Gumbel noise) is one draw from softmax(logits / T), and the argmax at T = 0.
                 noise = torch.empty(logits.shape).exponential_(generator=generator).to(device).log().neg()
-                plain = greedy & (text.size(1) < recipe.own_prompt + 24)
+                plain = greedy & (text.size(1) < recipe.own_prompt + recipe.own_greedy)
                 fed = (logits + noise * recipe.temperature * ~plain).argmax(dim=1, keepdim=True)
                 text = torch.cat((text, fed), dim=1)
                 bar.advance(task)

@@ -118,6 +118,34 @@ def test_only_layers_that_gain_are_packed(
     assert found == (large if gains else set())
 
 
+@pytest.mark.parametrize("name", ["llama-3", "pythia", "latent", "mixtral"])
+def test_weights_by_columns_keep_a_rows_bits_and_are_the_same_matrices(name: str) -> None:
+    as_they_were = model_of(name, torch.float32)
+    model = copy.deepcopy(as_they_were)
+    packed.pack(model, 8)
+    layers = [layer for layer in model.modules() if type(layer) is torch.nn.Linear]
+    assert len(layers) > 8 and all(layer.weight.t().is_contiguous() for layer in layers)
+    assert packed.slows_one_row(model) and not packed.slows_one_row(as_they_were)
+    for key, weight in as_they_were.state_dict().items():
+        assert torch.equal(model.state_dict()[key], weight)
+    text = torch.randint(VOCAB, (1, 20), generator=torch.Generator().manual_seed(0))
+    want, got = (m.prefill(text, m.make_cache(20)) for m in (as_they_were, model))
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+    assert_rows_keep_their_bits(model, positions=(125, 385, 509, 1021, 2020))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "most"), [("float32", 4, 2**25), ("float32", 8, 2**10), ("bfloat16", 8, 2**25)]
+)
+def test_weights_are_left_as_they_are_where_columns_do_not_pay(
+    dtype: str, rows: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed, "COLUMNS", (most, 5))
+    model = copy.deepcopy(model_of("llama-3", getattr(torch, dtype)))
+    packed.pack(model, rows)
+    assert all(m.weight.is_contiguous() for m in model.modules() if type(m) is torch.nn.Linear)
+
+
 @pytest.mark.parametrize("threads", [2, 3, 4])
 @pytest.mark.parametrize("mlp", ["LLaMAMLP", "GemmaMLP", "GptNeoxMLP"])
 def test_no_thread_count_and_no_odd_width_moves_a_row_of_an_mlp(mlp: str, threads: int) -> None:

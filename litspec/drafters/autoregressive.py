@@ -58,7 +58,7 @@ def _joined(found: Sequence[Proposal]) -> Proposal:
 
 
 def fitting(pieces: Sequence[int], n_layer: int) -> tuple[int, ...]:
-    """The largest equal parts of each piece whose graphs, of `n_layer` layers a step, have `LAYERS_PER_GRAPH` at most."""
+    """The largest equal parts of each piece whose graphs, at `n_layer` layers a step, fit `LAYERS_PER_GRAPH`."""
     most = max(1, LAYERS_PER_GRAPH // n_layer)
     parts = {max(n for n in range(1, piece + 1) if piece % n == 0 and n <= most) for piece in pieces}
     return tuple(sorted(parts, reverse=True))

@@ -48,6 +48,7 @@ class Part:
         device: Where to; None: to the device of the rank.
         cut: Whether it is cut across ranks.
         rows: How many rows its forwards have.
+        compiled: Whether its steps are compiled.
     """
 
     checkpoint: Checkpoint
@@ -55,6 +56,7 @@ class Part:
     device: torch.device | None = None
     cut: bool = False
     rows: int | None = None
+    compiled: bool = False
 
     def bytes_on(self, rank: int, ranks: int) -> int:
         """Bytes of its weights that come to the rank's own device."""
@@ -67,7 +69,7 @@ class Part:
         """The model, or this rank's shard of it."""
         if self.cut:
             return load_shard(self.checkpoint, Shard(self.checkpoint.config, rank, ranks), device, self.dtype)
-        return load_model(self.checkpoint, self.device or device, self.dtype, self.rows)
+        return load_model(self.checkpoint, self.device or device, self.dtype, self.rows, self.compiled)
 
 
 def place(
@@ -135,14 +137,13 @@ def place(
     there = _draft_device(draft_device, 1 if placement == "sequential" else ranks)
     if compile:
         _check_compile(placement, quantize, draft_device)
-    # The compiler lays weights out as it likes.
-    whole = Part(target, dtype, rows=None if compile else verify_width)
+    whole = Part(target, dtype, rows=verify_width, compiled=compile)
     small = None
     if draft is not None:
         small_dtype = (
             dtype if draft_precision is None else dtype_of(draft_precision, there or homes[0], "draft_precision")
         )
-        small = Part(draft, small_dtype, there, rows=None if compile else 1)
+        small = Part(draft, small_dtype, there, rows=1, compiled=compile)
 
     if placement == "sequential":
         return _place_sequential(whole, small, homes, verify_width)

@@ -57,7 +57,13 @@ class Single:
         """Waits until every rank has done its share of many prompts."""
 
 
-def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, rows: int | None = None) -> GPT:
+def load_model(
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: int | None = None,
+    compiled: bool = False,
+) -> GPT:
     """Builds a model without memory and assigns the checkpoint's weights to it, cast and moved one by one.
 
     Args:
@@ -66,13 +72,14 @@ def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
         dtype: Of the weights.
         rows: How many rows its forwards will have, for which a CPU may lay the weights out (see `model.packed`); None
             leaves them as they are.
+        compiled: Whether its steps are to be compiled; weights then stay matrices, with which the compiler can work.
     """
     with torch.device("meta"):
         model = GPT(checkpoint.config)
     load_weights(model, checkpoint, dtype=dtype, device=device)
     model.eval().requires_grad_(False)
     if rows is not None:
-        pack(model, rows)
+        pack(model, rows, blocks=not compiled)
     return model
 
 
