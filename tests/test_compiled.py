@@ -216,6 +216,8 @@ def test_any_k_is_split_into_pieces() -> None:
     assert [split(k, binary) for k in range(8)] == [[], [1], [2], [2, 1], [4], [4, 1], [4, 2], [4, 2, 1]]
     assert split(15, binary) == [4, 4, 4, 2, 1] and split(7, (7, *binary)) == [7] and split(6, (7, *binary)) == [4, 2]
     assert split(3, (5,)) == [5] and split(5, (3,)) == [3, 3] and split(0, (5,)) == []
+    assert FixedK(5).pieces == (5,) and FixedK(0).pieces == ()
+    assert [AdaptiveK(most, 0.1, timed=False).pieces for most in (1, 3, 7)] == [(1,), (3, 2, 1), (7, 4, 2, 1)]
 
 
 def test_long_draft_steps_share_no_graph(
@@ -236,8 +238,6 @@ def test_long_draft_steps_share_no_graph(
     assert [out.token_ids for out in outs] == alone
     # One graph to verify and one that drafts a single token, which serves three times a round.
     assert len(other.placed.graphs) == 2 and max(out.stats.proposed / out.stats.rounds for out in outs) > 2
-    assert FixedK(5).pieces == (5,) and FixedK(0).pieces == ()
-    assert [AdaptiveK(most, 0.1, timed=False).pieces for most in (1, 3, 7)] == [(1,), (3, 2, 1), (7, 4, 2, 1)]
 
 
 def test_the_command_says_that_it_compiles(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
