@@ -11,8 +11,8 @@ from litspec.drafters.base import Proposal
 from litspec.model import GPT, KVCache
 from litspec.sampling import Distribution, Inputs, Position, Rejection, Sampler, concatenate
 
-# A graph takes time to build for each layer in it. Where one draft step has many layers, little can be gained by several
-# steps in a graph: the way back to Python between them, some 50 microseconds, is short beside a step.
+# A graph takes time to build for each layer in it. Where one draft step has many layers, little can be gained by
+# several steps in a graph: the way back to Python between them, some 50 microseconds, is short beside a step.
 LAYERS_PER_GRAPH = 16
 
 
