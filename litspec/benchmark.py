@@ -11,19 +11,22 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from statistics import harmonic_mean, median
+from statistics import fmean, harmonic_mean, median
 from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 
-from litspec.drafters import Drafter, DrafterName, DraftSession, FixedK, Proposal
+from litspec.drafters import Cost, Drafter, DrafterName, DraftSession, Proposal
 from litspec.drafters.autoregressive import step_bytes
+from litspec.engine.costs import Trial
+from litspec.engine.runner import Runner
+from litspec.engine.target import Slots, TargetSession
 from litspec.errors import InputError
 from litspec.llm import Completion, SpecLLM
 from litspec.model.packed import GAINS, slows_one_row
-from litspec.rounds import Rounds, TargetSession
 from litspec.sampling import Sampler, Sampling, make_sampler
 
 Choice = int | Literal["auto"]
@@ -35,6 +38,7 @@ class Parts:
 
     Attributes:
         verify: By width: one verification of so many rows. Width 1 is a plain step.
+        rows: Numbers of rows that a verification with a drafter may run; empty for all that were measured.
         draft: One proposed token of the drafter, by the drafter's name.
         prefill: The target reads the prompt, of `prompt_size` tokens.
         prompt_size: Tokens.
@@ -43,11 +47,22 @@ class Parts:
     """
 
     verify: dict[int, float] = field(default_factory=dict)
+    rows: tuple[int, ...] = ()
     draft: dict[str, float] = field(default_factory=dict)
     prefill: float = 0.0
     prompt_size: int = 0
     weight_bytes: int = 0
     copy_bandwidth: float = 0.0
+
+    def verify_for(self, proposals: int, plain: bool = False) -> float:
+        """Of the smallest measured number of rows that hold a token and so many proposals.
+
+        Args:
+            proposals: How many.
+            plain: Whether it may be the row of plain decoding, where other numbers have been measured.
+        """
+        widths = [1] if plain else [w for w in sorted(self.verify) if w in self.rows or not self.rows]
+        return self.verify[next((w for w in widths if w > proposals), widths[-1])]
 
     @property
     def weight_bandwidth(self) -> float:
@@ -107,7 +122,7 @@ class Report:
         return found
 
 
-class SimulatedDrafter:
+class SimulatedDrafter(Drafter):
     """Proposes the target's own text, corrupted at a rate, at another drafter's cost: a draft of a given quality.
 
     Attributes:
@@ -127,40 +142,44 @@ class SimulatedDrafter:
         self.drafter = drafter
         self.taps = drafter.taps
         self.max_k = drafter.max_k
-        self.step_bytes = drafter.step_bytes
         self.text = 0
         self._proposals = [
             torch.tensor([token if rng.random() < acceptance else (token + 1) % vocab_size for token in text])
             for text, rng in ((text, random.Random(f"{seed}:{i}")) for i, text in enumerate(texts))
         ]
 
-    def begin(self, target: TargetSession, max_length: int, sampler: Sampler) -> DraftSession:
-        session = self.drafter.begin(target, max_length, sampler)
+    @property
+    def name(self) -> str:
+        return self.drafter.name
+
+    def cost(self, k: int) -> Cost:
+        return self.drafter.cost(k)
+
+    def reserve(self, max_length: int, runner: Runner) -> None:
+        self.drafter.reserve(max_length, runner)
+
+    def start(self, target: TargetSession, max_length: int, sampler: Sampler) -> DraftSession:
+        session = self.drafter.start(target, max_length, sampler)
         return _SimulatedSession(session, self._proposals[self.text].to(target.device))
 
 
-class _SimulatedSession:
+class _SimulatedSession(DraftSession):
     def __init__(self, session: DraftSession, proposals: torch.Tensor) -> None:
         self._session = session
         self._proposals = proposals  # what is proposed for each position of this text
 
-    def extend(self, tokens: Sequence[int], input_pos: int, hidden: torch.Tensor | None = None) -> None:
-        self._session.extend(tokens, input_pos, hidden)
+    def commit(self, tokens: Sequence[int], input_pos: int, hidden: torch.Tensor | None = None) -> None:
+        self._session.commit(tokens, input_pos, hidden)
 
     def propose(self, token: int, input_pos: int, k: int) -> Proposal:
         replaced, _ = self._session.propose(token, input_pos, k)
         return Proposal(self._proposals[input_pos + 1 : input_pos + 1 + replaced.size(0)])
 
-    def warm_up(self, pieces: Sequence[int]) -> None:
-        if hasattr(self._session, "warm_up"):
-            self._session.warm_up(pieces)
-
-    def q_like(self) -> None:
-        """Nothing is drawn."""
+    def prepare(self, sizes: Sequence[int]) -> None:
+        self._session.prepare(sizes)
 
     def close(self) -> None:
-        if hasattr(self._session, "close"):
-            self._session.close()
+        self._session.close()
 
 
 def plain_decoder(llm: SpecLLM, load: Callable[[], SpecLLM]) -> SpecLLM:
@@ -251,48 +270,20 @@ def measure_parts(
     device = llm.placed.device
     # Room for a proposal; the model gives the rows of a verification room by itself.
     room = min(len(text) + llm.verify_width, llm.placed.model.config.block_size)
-    sampler = make_sampler(sampling, seed=0, device=device)
-    middle = len(text) - 1
+    sampler = make_sampler(sampling, seed=0)
     functions: dict[Any, Callable[[], Any]] = {}
     before: dict[Any, Callable[[], Any]] = {}
 
     for width in widths:
-        # The weights as they are laid out when loading for so many rows.
-        placed = plain.placed if width < GAINS[torch.float32][1] else llm.placed
-        session = TargetSession(replace(placed, verify_width=width), room)
-        proposal = torch.tensor((text * width)[: width - 1], dtype=torch.int64, device=device)
-
-        rounds = Rounds(session, None, sampler, FixedK(0))
-        rounds.warm_up()
-        session.prefill(text)
-
-        def verification(
-            session: TargetSession = session, rounds: Rounds = rounds, proposal: torch.Tensor = proposal
-        ) -> None:
-            if session.graphs is not None:
-                rounds.verify(text[-1], middle, proposal, None)[0].tolist()
-            else:
-                logits, _ = session.verify(text[-1], middle, proposal)
-                sampler.verify(logits, middle + 1, proposal).tokens.tolist()
-
-        functions["verify", width] = verification
+        # Plain decoding has a session of its own, with weights as they are laid out when loading for one row.
+        placed = plain.placed if width == 1 else replace(llm.placed, verify_width=width)
+        trial = Trial(Slots(placed, 1, room), None, sampler, text, ())
+        functions["verify", width] = partial(trial.verify, width)
 
     for name, drafter in drafters.items():
-        session = TargetSession(llm.placed, room)
-        session.prefill(text)
-        draft = drafter.begin(session, room, sampler)
         drafted = k or min(drafter.max_k, llm.verify_width - 1)
-        if hasattr(draft, "warm_up"):
-            draft.warm_up((drafted,))
-            session.prefill(text)
-        draft.extend(text, 0)
-
-        def drafting(session: TargetSession = session, draft: DraftSession = draft, n: int = drafted) -> None:
-            if session.graphs is not None:
-                session.graphs.begin_round()
-            draft.propose(text[-1], middle, n)
-
-        functions["draft", name, drafted] = drafting
+        trial = Trial(Slots(llm.placed, 1, room), drafter, sampler, text, (drafted,))
+        functions["draft", name, drafted] = partial(trial.draft, drafted)
         # As in a round, drafts follow a verification.
         before["draft", name, drafted] = functions["verify", max(widths)]
 
@@ -303,6 +294,7 @@ def measure_parts(
     measured = interleaved(functions, repeats, device, before)
     return Parts(
         verify={key[1]: seconds for key, seconds in measured.items() if key[0] == "verify"},
+        rows=llm.runner.rows(llm.placed.rows),
         draft={key[1]: seconds / key[2] for key, seconds in measured.items() if key[0] == "draft"},
         prefill=measured["prefill"],
         prompt_size=len(text),
@@ -354,7 +346,8 @@ def measure(
         max_new_tokens=max_new_tokens,
         seed=seed,
     )
-    runs = [Run("none", 0, 1), Run("none", 0, width), *(Run(name, k, width) for name in drafters for k in ks)]
+    smallest = llm.runner.rows(llm.placed.rows)[0]
+    runs = [Run("none", 0, 1), Run("none", 0, smallest), *(Run(name, k, width) for name in drafters for k in ks)]
     done, total = 0, len(prompts) + 1 + len(runs) * (1 + repeats * len(prompts))
 
     def advance() -> None:
@@ -386,8 +379,7 @@ def measure(
         {name: make(name) for name in drafters},
         sampling,
         (2 * ids[longest])[: max(2, middle)],
-        # Each width is a graph to build, where steps are compiled.
-        sorted({1, width, *(w for w in (2, 4) if w < width and llm.placed.graphs is None)}),
+        sorted({1, *llm.runner.rows(llm.placed.rows)}),
         repeats=20,
     )
     advance()
@@ -407,7 +399,7 @@ def measure(
             for i, (run, drafter) in enumerate(zip(runs, drafting)):
                 if isinstance(drafter, SimulatedDrafter):
                     drafter.text = j
-                decoder = plain if run.width == 1 else wide
+                decoder = plain if i == 0 else wide
                 decoder.drafter = drafter
                 completions[i].append(decoder.generate(prompts[j], index=j, speculative_k=run.k, **settings))
                 advance()
@@ -427,7 +419,7 @@ def measure(
         prompts=len(prompts),
         repeats=repeats,
         simulate_acceptance=simulate_acceptance,
-        graphs=len(llm.placed.graphs or ()),
+        compiled_steps=len(llm.runner),
         compile_seconds=llm.compile_seconds,
     )
     return Report(parts, runs, advise(runs, parts, exit_layer, simulate_acceptance), settings)
@@ -461,7 +453,10 @@ def summarize(runs: Sequence[Run], measured: Sequence[Sequence[Sequence[Completi
         run.tokens_per_second = sum(tokens) / sum(n * each for n, each in zip(tokens, seconds))
         run.speedup = harmonic_mean(ratios, weights=tokens)
         drafting = run.proposed_per_round * parts.draft.get(run.drafter, 0.0)
-        run.ideal = run.tokens_per_round * parts.verify[1] / (drafting + parts.verify[run.width])
+        blocks = [block for text in texts for block in text.blocks[1:]]
+        verifying = [parts.verify_for(block.proposed, plain=run is runs[0]) for block in blocks]
+        if verifying:
+            run.ideal = run.tokens_per_round * parts.verify[1] / (drafting + fmean(verifying))
         run.efficiency = run.speedup / run.ideal
 
 
@@ -483,13 +478,13 @@ def advise(
     if best.speedup > 1:
         exit_at = f" --exit_layer {exit_layer}" if best.drafter == "early_exit" and exit_layer is not None else ""
         return (
-            f"{simulated}Best here: --drafter {best.drafter}{exit_at} --speculative_k {best.k} "
-            f"--verify_width {best.width}, {best.speedup:.2f} times plain decoding."
+            f"{simulated}Best here: --drafter {best.drafter}{exit_at} --speculative_k {best.k}, "
+            f"{best.speedup:.2f} times plain decoding."
         )
-    verifying = parts.verify[best.width] / parts.verify[1]
+    verifying = parts.verify_for(round(best.proposed_per_round)) / parts.verify[1]
     drafting = best.proposed_per_round * parts.draft[best.drafter] / parts.verify[1]
     return (
-        f"{simulated}Plain decoding is faster (--drafter none --verify_width 1), because the best drafter "
+        f"{simulated}Plain decoding is faster (--drafter none), because the best drafter "
         f"({best.drafter}, k = {best.k}) brings {best.tokens_per_round:.2f} tokens a round, and its round takes "
         f"{best.tokens_per_round / best.speedup:.2f} plain steps (its parts: {verifying:.2f} to verify, {drafting:.2f} "
         "to draft)."

@@ -13,16 +13,19 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from litspec.checkpoint import PairReport, check_pair, open_checkpoint
-from litspec.compiled import Graphs
-from litspec.decoding import Block, decode
 from litspec.demo import DEMO_DRAFT, DEMO_TARGET
-from litspec.drafters import Drafter, SpeculativeK, make_drafter, make_speculative_k
+from litspec.drafters import AdaptiveK, Drafter, FixedK, SpeculativeK, make_drafter
+from litspec.drafters.speculative_k import Acceptance, RoundCosts
+from litspec.engine.costs import modelled
+from litspec.engine.engine import Engine, Request
+from litspec.engine.runner import CompiledRunner, Runner
+from litspec.engine.sequence import Block
+from litspec.engine.target import Placed
 from litspec.errors import InputError
 from litspec.model.packed import PackedLinear
 from litspec.placement import place
 from litspec.report import Piece, Pieces, Stats, make_stats, plot_acceptance, to_html
-from litspec.rounds import Placed, Rounds, TargetSession
-from litspec.sampling import Sampler, Sampling, make_sampler
+from litspec.sampling import Rejection, Sampler, Sampling, make_sampler
 from litspec.stopping import FirstOf, StopStrings, StopTokens
 from litspec.text import TextCodec
 from litspec.types import DrafterName, DraftPlacementName, FinishReason, PlacementName, Quantize, SamplerName
@@ -124,10 +127,13 @@ class SpecLLM:
         self.placed = placed
         self.codec = codec
         self.drafter = drafter
-        self.notes = [*codec.notes, *(pair.notes if pair is not None else ()), *getattr(drafter, "notes", ())]
+        self.notes = [*codec.notes, *(pair.notes if pair is not None else ()), *(drafter.notes if drafter is not None else ())]
         self._pair = pair
         self._embedded = embedded
-        self._idle: TargetSession | None = None  # the last text's session, kept for its memory and its prompt
+        self._idle: Engine | None = None  # the last text's, kept for its memory and its prompt
+        # What rounds cost, and how many proposals were accepted so far, by how tokens are chosen.
+        self._costs: dict[tuple[object, ...], RoundCosts] = {}
+        self._accepted: dict[tuple[object, ...], Acceptance] = {}
         self._lock = threading.Lock()
 
     @classmethod
@@ -172,8 +178,7 @@ class SpecLLM:
             exit_layer: Layers that draft, for "early_exit".
             verify_width: Rows the target verifies at once, always, at least `speculative_k` + 1. The bits of the text
                 depend on it, so it is fixed when loading.
-            compile: Run steps as compiled graphs (`torch.compile`), built before the first token of the first text of
-                its length: seconds to minutes once, for more tokens a second. Their bits are not those of uncompiled
+            compile: Compile the steps (`torch.compile`), before the first token of the first text of its length: seconds to minutes once, for more tokens a second. Their bits are not those of uncompiled
                 steps, so where two tokens are nearly equal the text may be another; with and without a drafter it is
                 the same.
 
@@ -224,36 +229,40 @@ class SpecLLM:
         return SpecLLM(placed, self.codec, chosen, self._pair, self._embedded)
 
     def compiled(self) -> SpecLLM:
-        """The same weights and the same kind of drafter, with steps that run as compiled graphs; see `load`.
+        """The same weights and the same kind of drafter, with compiled steps; see `load`.
 
         Raises:
             InputError: Where that is not possible.
         """
         if any(isinstance(module, PackedLinear) for module in self.placed.model.modules()):
             raise InputError("compiled() needs weights as they are in the file; load with compile=True instead.")
-        placed = replace(self.placed, graphs=Graphs(self.placed.device))
-        drafter = self.drafter.compiled(placed.graphs) if hasattr(self.drafter, "compiled") else self.drafter
-        return SpecLLM(placed, self.codec, drafter, self._pair, self._embedded)
+        placed = replace(self.placed, runner=CompiledRunner(self.placed.device))
+        return SpecLLM(placed, self.codec, self.drafter, self._pair, self._embedded)
 
     @property
     def compile_seconds(self) -> float:
-        """What building compiled graphs took until now."""
-        return 0.0 if self.placed.graphs is None else self.placed.graphs.seconds
+        """What building compiled steps took until now."""
+        return self.placed.runner.seconds
+
+    @property
+    def runner(self) -> Runner:
+        """What runs the steps, as they are or compiled."""
+        return self.placed.runner
 
     @property
     def verify_width(self) -> int:
-        """Rows the target verifies at once."""
+        """The most rows that the target verifies at once."""
         return self.placed.verify_width
 
     def describe(self) -> str:
         """What is loaded, in a few lines for a terminal."""
         config = self.placed.model.config
         dtype = str(next(self.placed.model.parameters()).dtype).removeprefix("torch.")
-        lines = [f"Target {config.name!r}, {dtype} on {self.placed.device}, verifying {self.verify_width} rows."]
+        lines = [f"Target {config.name!r}, {dtype} on {self.placed.device}, verifying up to {self.verify_width} rows."]
         if self._embedded:
             lines.insert(0, "No checkpoint_dir given: this is the embedded demonstration pair.")
         lines.append(
-            "No drafter: plain decoding." if self.drafter is None else f"Drafter: {type(self.drafter).__name__}."
+            "No drafter: plain decoding." if self.drafter is None else f"Drafter: {self.drafter.name}."
         )
         return "\n".join([*lines, *self.notes])
 
@@ -370,11 +379,9 @@ class SpecLLM:
         sampler = make_sampler(
             sampling,
             seed=text_seed(seed, index),
-            device=self.placed.device,
             banned=stop_ids,
             banned_until=len(ids) + min_new_tokens if min_new_tokens else 0,
         )
-        choose_k = make_speculative_k(0 if self.drafter is None else speculative_k, self.placed, self.drafter, sampling)
         return self._run(
             prompt,
             ids,
@@ -383,7 +390,7 @@ class SpecLLM:
             stop=tokens_stop if strings is None else FirstOf(tokens_stop, strings),
             strings=strings,
             sampler=sampler,
-            choose_k=choose_k,
+            speculative_k=speculative_k,
         )
 
     def _run(
@@ -396,47 +403,44 @@ class SpecLLM:
         stop: StopTokens | FirstOf,
         strings: StopStrings | None,
         sampler: Sampler,
-        choose_k: SpeculativeK,
+        speculative_k: int | Literal["auto"],
     ) -> Iterator[list[Piece] | Completion]:
-        target = self._take_session(max_length, stop_ids)
-        drafter = self.drafter
-        draft = drafter.begin(target, max_length, sampler) if drafter is not None else None
-        rounds = Rounds(target, draft, sampler, choose_k, taps=drafter.taps if drafter is not None else ())
-        rounds.warm_up()
-        began = time.perf_counter()
-        # The text goes on from the prompt: a space that begins it is kept, whatever the tokenizer.
-        text = Pieces(self.codec.detokenizer(after=ids))
-        token_ids: list[int] = []
-        drafted: list[bool] = []
-        blocks: list[Block] = []
-        pieces: list[Piece] = []
-        first = began
-        for block in decode(
-            lambda: rounds.prefill(ids),
-            rounds.step,
-            prompt_size=len(ids),
-            max_returned_tokens=max_length,
-            speculative_k=lambda: rounds.speculative_k,
-            stop=stop,
-        ):
-            if not blocks:
-                first = time.perf_counter()
-            blocks.append(block)
-            token_ids += block.tokens
-            drafted += block.drafted
-            text.push(block.tokens, block.drafted)
-            if block.finish_reason is not None:
-                break
-            # A released token may end in characters that are still held for a stop string.
-            sure = text.char_count if strings is None else min(text.char_count, strings.safe_chars)
-            if released := text.release(sure):
-                pieces += released
-                yield released
-        ended = time.perf_counter()
-        # Reached only by a text that ended: an abandoned stream keeps its session to itself until it is collected.
-        self._idle = target
-        if hasattr(draft, "close"):
-            draft.close()
+        engine = self._take_engine(max_length, stop_ids)
+        handle = None
+        try:
+            choose_k = self._choose_k(speculative_k, sampler, engine)
+            request = Request(ids, max_length, stop, sampler, choose_k)
+            handle = engine.add(request)
+            engine.prepare()
+            began = first = time.perf_counter()
+            # The text goes on from the prompt: a space that begins it is kept, whatever the tokenizer.
+            text = Pieces(self.codec.detokenizer(after=ids))
+            token_ids: list[int] = []
+            drafted: list[bool] = []
+            blocks: list[Block] = []
+            pieces: list[Piece] = []
+            while not blocks or blocks[-1].finish_reason is None:
+                block = engine.step()[handle]
+                if isinstance(block, InputError):
+                    raise block
+                if not blocks:
+                    first = time.perf_counter()
+                blocks.append(block)
+                token_ids += block.tokens
+                drafted += block.drafted
+                text.push(block.tokens, block.drafted)
+                if block.finish_reason is None:
+                    # A released token may end in characters that are still held for a stop string.
+                    sure = text.char_count if strings is None else min(text.char_count, strings.safe_chars)
+                    if released := text.release(sure):
+                        pieces += released
+                        yield released
+            ended = time.perf_counter()
+        finally:
+            # Also after an error, and where a stream is closed or forgotten before its end.
+            if handle is not None:
+                engine.cancel(handle)
+            self._idle = engine
         finish_reason = blocks[-1].finish_reason
         text.flush()
         if strings is not None and finish_reason == "length" and (kept := strings.finish()) is not None:
@@ -450,11 +454,27 @@ class SpecLLM:
             new_tokens=len(token_ids),
             prefill_seconds=first - began,
             decode_seconds=ended - first,
-            draft_seconds=rounds.draft_seconds,
-            verify_seconds=rounds.verify_seconds,
+            draft_seconds=request.draft_seconds,
+            verify_seconds=request.verify_seconds,
         )
         whole = "".join(piece.text for piece in pieces)
         yield Completion(prompt, whole, token_ids, finish_reason, stats, drafted, blocks, pieces)
+
+    def _choose_k(self, speculative_k: int | Literal["auto"], sampler: Sampler, engine: Engine) -> SpeculativeK:
+        """The choice of k for one text."""
+        if self.drafter is None:
+            return FixedK(0)
+        most = min(self.drafter.max_k, self.verify_width - 1)
+        if speculative_k != "auto":
+            return FixedK(min(speculative_k, most))
+        if isinstance(sampler, Rejection):
+            # The text depends on k here, so neither a clock nor another text may decide it.
+            if (Rejection,) not in self._costs:
+                self._costs[Rejection,] = modelled(self.placed, self.drafter, most)
+            return AdaptiveK(self._costs[Rejection,], Acceptance(most))
+        if sampler.kind not in self._costs:
+            self._costs[sampler.kind] = engine.time_rounds(most, sampler)
+        return AdaptiveK(self._costs[sampler.kind], self._accepted.setdefault(sampler.kind, Acceptance(most)))
 
     def reserve(self, max_length: int) -> None:
         """Makes room for texts of up to `max_length` tokens, prompt included, before the first of them.
@@ -463,16 +483,16 @@ class SpecLLM:
         for which steps are compiled again.
         """
         with self._lock:
-            self._idle = TargetSession(self.placed, max_length)
-        if hasattr(self.drafter, "reserve"):
-            self.drafter.reserve(max_length)
+            self._idle = Engine(self.placed, self.drafter, max_length=max_length)
+        if self.drafter is not None:
+            self.drafter.reserve(max_length, self.placed.runner)
 
-    def _take_session(self, max_length: int, stop_ids: list[int]) -> TargetSession:
-        """The idle session where its cache is large enough, else a new one."""
+    def _take_engine(self, max_length: int, stop_ids: list[int]) -> Engine:
+        """The idle engine where its cache is large enough, else a new one."""
         with self._lock:
-            session, self._idle = self._idle, None
-        if session is not None and session.max_length >= max_length:
-            session.stop_ids = tuple(stop_ids)
-            return session
-        del session
-        return TargetSession(self.placed, max_length, stop_ids)
+            engine, self._idle = self._idle, None
+        if engine is not None and engine.max_length >= max_length:
+            engine.stop_ids = tuple(stop_ids)
+            return engine
+        del engine
+        return Engine(self.placed, self.drafter, max_length=max_length, stop_ids=stop_ids)

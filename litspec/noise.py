@@ -1,4 +1,4 @@
-"""Gumbel noise from a counter: one number for each seed, position and token id, wherever in a text it is asked for."""
+"""Random numbers from counters: a function of seed, position and purpose or token id, wherever they are asked for."""
 
 from __future__ import annotations
 
@@ -16,24 +16,51 @@ def lowbias32(x: Any) -> Any:
     return x ^ (x >> 16)
 
 
-def gumbel_noise(seed: int | torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise from a counter.
+def position_keys(seed: int, positions: torch.Tensor) -> torch.Tensor:
+    """Two keys for each position.
 
     Args:
-        seed: Its lowest 64 bits count; a number, or (2,) int64: its lowest 32 bits, and those above.
+        seed: Its lowest 64 bits count.
         positions: (R,) int64.
+
+    Returns:
+        (R, 2) int64, 32 bits each.
+    """
+    # The seed is scrambled before a position meets it: seeds 0 and 1 must not share their noise at neighbouring
+    # positions. Two keys a position, since of one key of 32 bits two positions of a long text would have the same
+    # noise, shifted by a few ids. The constants keep zeros apart, which the hash leaves zero.
+    low, high = seed & MASK, seed >> 32 & MASK
+    key = lowbias32(positions ^ lowbias32(lowbias32(low ^ 0x9E3779B9) ^ high))
+    return torch.stack((key, lowbias32(lowbias32(key ^ 0x85EBCA6B) ^ low)), -1)
+
+
+def gumbel_noise(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise from counters.
+
+    Args:
+        keys: (R, 2) int64, see `position_keys`.
         ids: (R, K) or (1, K) int64, token ids.
 
     Returns:
         (R, K) float32; the same number for the same seed, position and id, wherever in a block it is asked for.
     """
-    # The seed is scrambled before a position meets it: seeds 0 and 1 must not share their noise at neighbouring
-    # positions. Two keys a position, since of one key of 32 bits two positions of a long text would have the same
-    # noise, shifted by a few ids. The constants keep zeros apart, which the hash leaves zero.
-    low, high = seed if isinstance(seed, torch.Tensor) else (seed & MASK, seed >> 32 & MASK)
-    key = lowbias32(positions ^ lowbias32(lowbias32(low ^ 0x9E3779B9) ^ high)).unsqueeze(1)
-    other = lowbias32(lowbias32(key ^ 0x85EBCA6B) ^ low)
-    bits = lowbias32(lowbias32(ids ^ key) ^ other)
+    bits = lowbias32(lowbias32(ids ^ keys[:, :1]) ^ keys[:, 1:])
     # In (0, 1): a float32 near 1 is coarse, and log1p(-v) wants v below 1.
     v = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     return -torch.log(-torch.log1p(-v))
+
+
+def uniform_noise(keys: torch.Tensor, count: int) -> torch.Tensor:
+    """Uniform numbers from counters.
+
+    Args:
+        keys: (R, 2) int64, see `position_keys`.
+        count: Numbers for each position, each for a purpose of its own.
+
+    Returns:
+        (R, count) float32 in [0, 1 - 2^-23]: times a sum, it stays below the sum after rounding.
+    """
+    # No token has such an id, so these numbers are independent of the Gumbel noise of the same seed.
+    purposes = torch.arange(count, device=keys.device) | 0x80000000
+    bits = lowbias32(lowbias32(purposes ^ keys[:, :1]) ^ keys[:, 1:])
+    return (bits.float() * 2.0**-32).clamp(max=1 - 2.0**-23)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO
 
-from litspec.decoding import Block
+from litspec.engine.sequence import Block
 from litspec.errors import InputError
 from litspec.types import FinishReason
 

@@ -17,11 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from litspec.errors import InputError
-from litspec.noise import MASK, gumbel_noise, lowbias32
+from litspec.noise import gumbel_noise, position_keys, uniform_noise
 from litspec.types import SamplerName
-
-# Of the first row: a number, or (1,) in a compiled graph.
-Position = int | torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -152,71 +149,95 @@ class Inputs(NamedTuple):
     """What a choice depends on beside logits and settings, as tensors: a compiled graph then serves every text.
 
     Attributes:
-        banned_until: (1,) int64.
-        key: Of the coupled sampler, (2,) int64: the seed's lowest 32 bits, and those above.
-        uniform: Of the rejection sampler, (rows - 1,) in [0, 1).
-        clocks: The same, (draws, K) exponential.
+        noise: The random numbers of each row, (R, n); None where nothing is drawn.
+        early: Whether each row is too early in its text for the banned ids, (R,) bool; None where none is banned.
     """
 
-    banned_until: torch.Tensor
-    key: torch.Tensor | None = None
-    uniform: torch.Tensor | None = None
-    clocks: torch.Tensor | None = None
+    noise: torch.Tensor | None = None
+    early: torch.Tensor | None = None
 
-    def draw(self, i: int) -> Inputs:
-        """Those of the i-th of several draws."""
-        return self if self.clocks is None else self._replace(clocks=self.clocks[i : i + 1])
+    def row(self, i: int) -> Inputs:
+        """Those of the i-th row."""
+        return Inputs(*(None if each is None else each[i : i + 1] for each in self))
+
+
+# Positions whose random numbers are computed at once.
+NOISE_CHUNK = 512
 
 
 class Sampler:
     """Chooses tokens, for target and drafter alike.
 
+    Random numbers are a function of seed and position alone. How often something was drawn before, on which device,
+    and by which process cannot change a text.
+
     Args:
         sampling: The settings.
         banned: Token ids that have probability 0 ...
         banned_until: ... at positions before this one.
+        seed: Any integer, whose lowest 64 bits count. None: the rejection sampler takes torch's global generator, for
+            callers that seed that; for the coupled sampler it is 0.
     """
 
-    def __init__(self, sampling: Sampling, banned: Sequence[int] = (), banned_until: int = 0) -> None:
+    def __init__(
+        self, sampling: Sampling, banned: Sequence[int] = (), banned_until: int = 0, seed: int | None = None
+    ) -> None:
         self.sampling = sampling
-        self._banned = list(banned)
-        self._banned_until = banned_until if self._banned else 0
-        self._constants: dict[torch.device, Inputs] = {}
+        self._banned = list(banned) if banned_until > 0 else []
+        self._banned_until = banned_until
+        self._seed = seed
+        self._tables: dict[torch.device, tuple[int, torch.Tensor]] = {}  # first position, and its numbers and more
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """What a compiled graph of `draw` or `verify` depends on: equal for texts that may share it."""
         return type(self), self.sampling, tuple(self._banned)
 
-    def inputs(self, device: torch.device, *, rows: int = 1, draws: int = 1, columns: int = 0) -> Inputs:
-        """What the text's next choice depends on, to be handed to `draw` or `verify`.
+    def columns(self, vocab_size: int) -> int:
+        """K, the candidates that top-k leaves of so many ids."""
+        return min(self.sampling.top_k or vocab_size, vocab_size)
+
+    def set_seed(self, seed: int) -> None:
+        """Goes on with the random numbers of another seed."""
+        self._seed = seed
+        self._tables.clear()
+
+    def inputs(self, device: torch.device, position: int, rows: int = 1) -> Inputs:
+        """What the choice of some tokens depends on, to be handed to `draw` or `verify`.
 
         Args:
             device: Where the logits are.
-            rows: Rows that `verify` will be given.
-            draws: How often something is drawn.
-            columns: K, candidates of a row.
+            position: Of the first token.
+            rows: How many tokens are chosen.
         """
-        if device not in self._constants:
-            self._constants[device] = Inputs(torch.tensor([self._banned_until], device=device), self._key(device))
-        return self._constants[device]
+        early = None
+        if self._banned:
+            early = torch.arange(position, position + rows, device=device) < self._banned_until
+        return Inputs(self._noise(device, position, rows), early)
 
-    def _key(self, device: torch.device) -> torch.Tensor | None:
+    def _noise(self, device: torch.device, position: int, rows: int) -> torch.Tensor | None:
+        """The random numbers of `rows` positions, (rows, n)."""
+        first, table = self._tables.get(device, (0, None))
+        if table is None or not first <= position <= position + rows <= first + table.size(0):
+            positions = torch.arange(position, position + max(rows, NOISE_CHUNK), device=device)
+            first, table = position, self._numbers(positions)
+            if table is None:
+                return None
+            self._tables[device] = first, table
+        return table[position - first : position - first + rows]
+
+    def _numbers(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """The random numbers of positions (R,), (R, n)."""
         return None
 
-    def on(self, device: torch.device) -> Sampler:
-        """The same sampler for logits on another device than the target's."""
-        return self
-
     def draw(
-        self, logits: torch.Tensor, position: Position, inputs: Inputs | None = None
+        self, logits: torch.Tensor, position: int | Inputs
     ) -> tuple[torch.Tensor, Distribution | None]:
         """One token from one row.
 
         Args:
             logits: (1, V), of whatever model.
-            position: Where the token will stand.
-            inputs: Where the sampler is not to use its own: in a compiled graph.
+            position: Where the token will stand, or the `inputs` of that place.
 
         Returns:
             The token, (1,) int64, and the distribution to report with it, the one it was drawn from; None where
@@ -227,33 +248,32 @@ class Sampler:
     def verify(
         self,
         logits: torch.Tensor,
-        position: Position,
+        position: int | Inputs,
         tokens: torch.Tensor,
         q: Distribution | None = None,
-        inputs: Inputs | None = None,
     ) -> Verified:
         """Accepts the longest right prefix of a proposal and adds one token of the target's own.
 
         Args:
             logits: (m + 1, V), the target's; row i stands for the token at `position + i`.
-            position: Where the first proposal stands.
+            position: Where the first proposal stands, or the `inputs` of all rows.
             tokens: (m,) int64, the proposal; m = 0 is a plain step. It may end in -1: nothing was proposed there.
             q: m rows, the processed distributions that the proposal was drawn from; None where it was not drawn.
-            inputs: Where the sampler is not to use its own: in a compiled graph.
         """
         raise NotImplementedError
 
-    def ban(self, logits: torch.Tensor, position: Position, inputs: Inputs | None = None) -> torch.Tensor:
-        """Takes the banned ids out of the rows before `banned_until`; row i stands for the token at `position + i`."""
-        if inputs is not None and self._banned:
-            ids = torch.arange(logits.size(1), device=logits.device)
-            hidden = functools.reduce(torch.logical_or, [ids == i for i in self._banned])
-            early = torch.arange(logits.size(0), device=logits.device) + position < inputs.banned_until
-            return torch.where(early.unsqueeze(1) & hidden, float("-inf"), logits)
-        if inputs is None and (rows := self._banned_until - position) > 0:
-            logits = logits.clone()
-            logits[:rows, [i for i in self._banned if i < logits.size(-1)]] = float("-inf")
-        return logits
+    def _at(self, logits: torch.Tensor, position: int | Inputs) -> Inputs:
+        if isinstance(position, Inputs):
+            return position
+        return self.inputs(logits.device, position, logits.size(0))
+
+    def ban(self, logits: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+        """Takes the banned ids out of the rows that are too early for them."""
+        if inputs.early is None:
+            return logits
+        ids = torch.arange(logits.size(1), device=logits.device)
+        hidden = functools.reduce(torch.logical_or, [ids == i for i in self._banned])
+        return torch.where(inputs.early.unsqueeze(1) & hidden, float("-inf"), logits)
 
 
 def right_prefix(right: torch.Tensor) -> torch.Tensor:
@@ -264,24 +284,23 @@ def right_prefix(right: torch.Tensor) -> torch.Tensor:
 class Choosing(Sampler):
     """A sampler whose token follows from logits and position: a proposal is accepted iff it is the same."""
 
-    def _choose(
-        self, logits: torch.Tensor, position: Position, inputs: Inputs | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _choose(self, logits: torch.Tensor, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         """The choice of each row of logits without banned ids, (R,), and numbers that are finite iff all logits are."""
         raise NotImplementedError
 
-    def draw(self, logits: torch.Tensor, position: Position, inputs: Inputs | None = None) -> tuple[torch.Tensor, None]:
-        return self._choose(self.ban(logits, position, inputs), position, inputs)[0], None
+    def draw(self, logits: torch.Tensor, position: int | Inputs) -> tuple[torch.Tensor, None]:
+        inputs = self._at(logits, position)
+        return self._choose(self.ban(logits, inputs), inputs)[0], None
 
     def verify(
         self,
         logits: torch.Tensor,
-        position: Position,
+        position: int | Inputs,
         tokens: torch.Tensor,
         q: Distribution | None = None,
-        inputs: Inputs | None = None,
     ) -> Verified:
-        own, numbers = self._choose(self.ban(logits, position, inputs), position, inputs)
+        inputs = self._at(logits, position)
+        own, numbers = self._choose(self.ban(logits, inputs), inputs)
         return Verified(own, right_prefix(own[:-1] == tokens), numbers.isfinite().all())
 
 
@@ -292,9 +311,10 @@ class Greedy(Choosing):
     def kind(self) -> tuple[Any, ...]:
         return type(self), tuple(self._banned)
 
-    def _choose(
-        self, logits: torch.Tensor, position: Position, inputs: Inputs | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _noise(self, device: torch.device, position: int, rows: int) -> None:
+        return None
+
+    def _choose(self, logits: torch.Tensor, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         # `max` finds the index several times faster than `argmax` on a CPU, and a NaN is its greatest value.
         values, own = logits.max(-1)
         return own, values
@@ -307,66 +327,53 @@ class Rejection(Sampler):
     max(0, p - q), normalised; after m accepted ones a further token is drawn from p. The text has the target's own
     distribution, whatever the drafter.
 
-    Args:
-        generator: Source of randomness, on the logits' device; None for torch's global one.
+    The random numbers of a position are its own (`noise`): one to draw a proposal, one to accept it, one to draw the
+    target's own token. A proposal that nobody looked at, because one before it was refused, has influenced nothing, so
+    the numbers of its position may serve again.
     """
 
-    def __init__(
-        self,
-        sampling: Sampling,
-        banned: Sequence[int] = (),
-        banned_until: int = 0,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        super().__init__(sampling, banned, banned_until)
-        self._generator = generator
+    def _noise(self, device: torch.device, position: int, rows: int) -> torch.Tensor | None:
+        if self._seed is None:
+            return torch.rand(rows, 3, device=device).clamp(max=1 - 2.0**-23)
+        return super()._noise(device, position, rows)
 
-    def inputs(self, device: torch.device, *, rows: int = 1, draws: int = 1, columns: int = 0) -> Inputs:
-        constants = super().inputs(device)
-        uniform = torch.rand(rows - 1, generator=self._generator, device=device)
-        clocks = torch.empty(draws, columns, device=device).exponential_(generator=self._generator)
-        return constants._replace(uniform=uniform, clocks=clocks)
+    def _numbers(self, positions: torch.Tensor) -> torch.Tensor:
+        return uniform_noise(position_keys(self._seed or 0, positions), 3)
 
-    def on(self, device: torch.device) -> Sampler:
-        seed = torch.initial_seed() if self._generator is None else self._generator.initial_seed()
-        generator = torch.Generator(device).manual_seed((seed + 1) & 0x7FFFFFFFFFFFFFFF)
-        return Rejection(self.sampling, self._banned, self._banned_until, generator)
-
-    def _draw(self, weights: Distribution, inputs: Inputs | None) -> torch.Tensor:
-        """One token from one row, which need not sum to 1: the first of K exponential clocks to ring."""
-        if inputs is None:
-            clocks = torch.empty_like(weights.probs).exponential_(generator=self._generator)
-        else:
-            clocks = inputs.clocks
-        column = (weights.probs / clocks.clamp_min(torch.finfo(clocks.dtype).tiny)).max(-1).indices
-        return column if weights.ids is None else weights.ids[0].gather(0, column)
+    @staticmethod
+    def _draw(weights: Distribution, uniform: torch.Tensor) -> torch.Tensor:
+        """One token from each row, which need not sum to 1, by inversion; `uniform` is (R,)."""
+        below = weights.probs.cumsum(-1)
+        column = (below <= uniform.unsqueeze(1) * below[:, -1:]).sum(-1)
+        return column if weights.ids is None else weights.ids.gather(1, column.unsqueeze(1)).squeeze(1)
 
     def draw(
-        self, logits: torch.Tensor, position: Position, inputs: Inputs | None = None
+        self, logits: torch.Tensor, position: int | Inputs
     ) -> tuple[torch.Tensor, Distribution]:
-        distribution = processed(self.ban(logits, position, inputs), self.sampling)
-        return self._draw(distribution, inputs), distribution
+        inputs = self._at(logits, position)
+        distribution = processed(self.ban(logits, inputs), self.sampling)
+        return self._draw(distribution, inputs.noise[:, 0]), distribution
 
     def verify(
         self,
         logits: torch.Tensor,
-        position: Position,
+        position: int | Inputs,
         tokens: torch.Tensor,
         q: Distribution | None = None,
-        inputs: Inputs | None = None,
     ) -> Verified:
         m = tokens.size(0)
-        p = processed(self.ban(logits, position, inputs), self.sampling)
+        inputs = self._at(logits, position)
+        p = processed(self.ban(logits, inputs), self.sampling)
+        noise = inputs.noise
         finite = p.probs.isfinite().all()
         if m == 0:
-            return Verified(self._draw(p, inputs), torch.zeros((), dtype=torch.int64, device=tokens.device), finite)
+            return Verified(self._draw(p, noise[:, 2]), torch.zeros((), dtype=torch.int64, device=tokens.device), finite)
 
         proposed = tokens >= 0
         x = tokens.clamp_min(0)
         p_x = p.first(m).of(x)
         q_x = torch.ones_like(p_x) if q is None else q.of(x)
-        uniform = torch.rand(m, generator=self._generator, device=p_x.device) if inputs is None else inputs.uniform
-        accepted = right_prefix((uniform * q_x < p_x) & proposed)
+        accepted = right_prefix((noise[:m, 1] * q_x < p_x) & proposed)
 
         # The row behind the accepted prefix, and the proposal's distribution there; none is left behind the last.
         p_n = p.row(accepted.view(1))
@@ -381,7 +388,7 @@ class Rejection(Sampler):
         residual = (p_n.probs - q_n * (accepted < proposed.sum())).clamp_min(0)
         # Where p and q are equal up to rounding nothing is left over; then p itself is the limit.
         residual = torch.where(residual.sum() > 0, residual, p_n.probs)
-        own = self._draw(Distribution(residual, p_n.ids), inputs)
+        own = self._draw(Distribution(residual, p_n.ids), noise[:, 2].index_select(0, accepted.view(1)))
 
         places = torch.arange(m + 1, device=tokens.device)
         return Verified(torch.where(places < accepted, F.pad(tokens, (0, 1)), own), accepted, finite)
@@ -393,25 +400,15 @@ class Coupled(Choosing):
     The noise of a token is a function of seed, position and token id alone. Target and drafter both take
     argmax(log p + noise); a proposal is accepted iff it is the target's own choice. So the text is a function of
     target, prompt, seed and settings: no drafter and no k can change it.
-
-    Args:
-        seed: Any integer; its lowest 64 bits count.
     """
 
-    def __init__(self, sampling: Sampling, banned: Sequence[int] = (), banned_until: int = 0, seed: int = 0) -> None:
-        super().__init__(sampling, banned, banned_until)
-        self._seed = seed
+    def _numbers(self, positions: torch.Tensor) -> torch.Tensor:
+        return position_keys(self._seed or 0, positions)
 
-    def _key(self, device: torch.device) -> torch.Tensor:
-        return torch.tensor([self._seed & MASK, self._seed >> 32 & MASK], device=device)
-
-    def _choose(
-        self, logits: torch.Tensor, position: Position, inputs: Inputs | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _choose(self, logits: torch.Tensor, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         p = processed(logits, self.sampling)
         ids = torch.arange(p.probs.size(1), device=p.probs.device).unsqueeze(0) if p.ids is None else p.ids
-        positions = torch.arange(logits.size(0), device=p.probs.device) + position
-        scores = p.probs.log() + gumbel_noise(self._seed if inputs is None else inputs.key, positions, ids)
+        scores = p.probs.log() + gumbel_noise(inputs.noise, ids)
         values, columns = scores.max(-1)
         if p.ids is not None:
             # The lowest id wins a tie, in whatever order top-k left the candidates. Asked this way round, NaN leaves an
@@ -425,7 +422,6 @@ def make_sampler(
     sampling: Sampling,
     *,
     seed: int,
-    device: torch.device | str = "cpu",
     banned: Sequence[int] = (),
     banned_until: int = 0,
 ) -> Sampler:
@@ -434,7 +430,6 @@ def make_sampler(
     Args:
         sampling: The settings; temperature 0 or top_p 0 is greedy with either sampler.
         seed: Of this text; any integer, its lowest 64 bits count.
-        device: Where the logits are.
         banned: Ids of probability 0 ...
         banned_until: ... at positions before this one.
     """
@@ -442,6 +437,4 @@ def make_sampler(
         return Greedy(sampling, banned, banned_until)
     if sampling.sampler == "coupled":
         return Coupled(sampling, banned, banned_until, seed)
-    # A CPU generator looks at 32 bits of its seed only.
-    generator = torch.Generator(device).manual_seed(seed & MASK ^ lowbias32(seed >> 32 & MASK))
-    return Rejection(sampling, banned, banned_until, generator)
+    return Rejection(sampling, banned, banned_until, seed)

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from litspec.drafters.base import Drafter, DraftSession, Proposal
-from litspec.rounds import TargetSession
+from litspec.engine.speculate import checked
+from litspec.engine.target import TargetSession
+from litspec.errors import InputError
 from litspec.sampling import Distribution, Rejection, Sampler, Sampling, make_sampler
 
 if TYPE_CHECKING:
@@ -67,18 +69,32 @@ class _Text:
         self, llm: SpecLLM, drafter: Drafter, tokens: Sequence[int], max_length: int, sampler: Sampler
     ) -> None:
         self._taps = tuple(drafter.taps)
+        self._drafter = drafter.name
+        self.changed = ""  # what the drafter did to a list that it was given
         self.target = TargetSession(llm.placed, max_length)
-        self.session: DraftSession = drafter.begin(self.target, max_length, sampler)
+        self.session: DraftSession = drafter.start(self.target, max_length, sampler)
         self.tokens = list(tokens)
         # As in decoding, the last token is not in the target's cache yet.
         _, hidden = self.target.prefill(self.tokens[:-1], self._taps)
         if hidden is not None:
             hidden = torch.cat((torch.zeros_like(hidden[:1]), hidden))
-        self.session.extend(self.tokens[:-1], 0, None if hidden is None else hidden[:-1])
-        self.session.extend(self.tokens[-1:], len(self.tokens) - 1, None if hidden is None else hidden[-1:])
+        self._tell(self.tokens[:-1], 0, None if hidden is None else hidden[:-1])
+        self._tell(self.tokens[-1:], len(self.tokens) - 1, None if hidden is None else hidden[-1:])
+
+    def _tell(self, tokens: list[int], input_pos: int, hidden: torch.Tensor | None) -> None:
+        given = list(tokens)
+        self.session.commit(given, input_pos, hidden)
+        if given != tokens:
+            self.changed = f"commit was given {tokens} and made it {given}"
 
     def propose(self, k: int) -> Proposal:
-        return self.session.propose(self.tokens[-1], len(self.tokens) - 1, k)
+        """A proposal in the form that the protocol asks for.
+
+        Raises:
+            InputError: It has another.
+        """
+        proposal = self.session.propose(self.tokens[-1], len(self.tokens) - 1, k)
+        return checked(proposal, self._drafter, self.target)
 
     def commit(self, proposal: Proposal, accepted: int, own: int) -> None:
         """Lets the target take `accepted` tokens of a proposal and add one of its own."""
@@ -86,7 +102,7 @@ class _Text:
         _, hidden = self.target.verify(self.tokens[-1], position, proposal.tokens.to(self.target.device), self._taps)
         committed = [*proposal.tokens[:accepted].tolist(), own]
         self.tokens += committed
-        self.session.extend(committed, position + 1, None if hidden is None else hidden[: len(committed)])
+        self._tell(committed, position + 1, None if hidden is None else hidden[: len(committed)])
 
 
 @torch.inference_mode()
@@ -116,13 +132,15 @@ def honesty(
     """
     results = []
     for i, context in enumerate(contexts):
-        sampler = make_sampler(sampling or Sampling(), seed=seed + i, device=llm.placed.device)
+        sampler = make_sampler(sampling or Sampling(), seed=seed + i)
         text = _Text(llm, drafter, context, len(context) + llm.verify_width, sampler)
         vocabulary = llm.placed.model.config.padded_vocab_size
         counts = torch.zeros(vocabulary, dtype=torch.int64)
         reported: Distribution | None = None
         drawn = []
-        for _ in range(draws):
+        for draw in range(draws):
+            # At one position the same seed would draw the same token.
+            sampler.set_seed((seed + i) * draws + draw)
             proposal = text.propose(1)
             if proposal.q is None or not len(proposal.tokens):
                 break
@@ -177,13 +195,13 @@ def check_drafter(
     if contexts is None:
         contexts = [[rng.randrange(ids) for _ in range(rng.randrange(2, 24))] for _ in range(3)]
         contexts += [contexts[0] * 3, contexts[1] * 2 + contexts[2]]
-    problems: dict[str, None] = {}
+    problems: dict[str, str] = {}  # by promise, its first case
     for name, sampling in (("greedy", Sampling(temperature=0)), ("sampled", Sampling())):
         texts = []
         for i, context in enumerate(contexts):
 
             def sampler(i: int = i, sampling: Sampling = sampling) -> Sampler:
-                return make_sampler(sampling, seed=seed + i, device=llm.placed.device)
+                return make_sampler(sampling, seed=seed + i)
 
             room = len(context) + (rounds + 1) * llm.verify_width
             texts.append((_Text(llm, drafter, context, room, sampler()), sampler, room))
@@ -191,18 +209,26 @@ def check_drafter(
         for _ in range(rounds):
             for text, sampler, room in texts:
                 k = rng.randint(1, min(drafter.max_k, llm.verify_width - 1))
-                _check_round(drafter, llm, text, sampler, room, k, name, problems)
-                proposal = text.propose(k)
-                text.commit(proposal, rng.randint(0, len(proposal.tokens)), rng.randrange(ids))
-    if draws:
+                try:
+                    _check_round(drafter, llm, text, sampler, room, k, name, problems)
+                    proposal = text.propose(k)
+                except InputError as error:
+                    problems.setdefault("form", f"Form: {error}")
+                    break
+                shown = proposal.tokens.clamp(0, ids - 1)[: llm.verify_width - 1]
+                text.commit(Proposal(shown), rng.randint(0, len(shown)), rng.randrange(ids))
+                if text.changed:
+                    problems.setdefault("lists", f"Lists: what a drafter is given is not its own; {text.changed}.")
+    if draws and "form" not in problems:
         for i, test in enumerate(honesty(drafter, llm, contexts, draws=draws, seed=seed)):
             if test.p_value < P_VALUE:
-                problems[
+                problems.setdefault(
+                    "honesty",
                     f"Honesty: at context {i}, {draws} draws do not fit the reported distribution "
-                    f"(G = {test.statistic:.1f}, p = {test.p_value:.1e}); report q as it was when the token was drawn."
-                ] = None
+                    f"(G = {test.statistic:.1f}, p = {test.p_value:.1e}); report q as it was when the token was drawn.",
+                )
     if problems:
-        raise AssertionError("\n".join(problems))
+        raise AssertionError("\n".join(problems.values()))
 
 
 def _check_round(
@@ -213,7 +239,7 @@ def _check_round(
     room: int,
     k: int,
     name: str,
-    problems: dict[str, None],
+    problems: dict[str, str],
 ) -> None:
     """One text before a scripted round: a proposal of its own, a repeated one, and one of a fresh session."""
     vocabulary = llm.placed.model.config.padded_vocab_size
@@ -222,25 +248,21 @@ def _check_round(
     for proposal in (first, again, fresh):
         m = len(proposal.tokens)
         if m > k:
-            problems[f"k: asked for at most k = {k} tokens, it proposed {m}."] = None
+            problems.setdefault("k", f"k: asked for at most k = {k} tokens, it proposed {m}.")
             return
-        if proposal.tokens.dtype != torch.int64 or proposal.tokens.dim() != 1:
-            problems[
-                f"Tokens must be a tensor of shape (m,) and type int64, got {tuple(proposal.tokens.shape)} and "
-                f"{proposal.tokens.dtype}."
-            ] = None
-            return
-        if m and not 0 <= int(proposal.tokens.min()) <= int(proposal.tokens.max()) < vocabulary:
-            problems[f"Ids must be in [0, {vocabulary}), it proposed {proposal.tokens.tolist()}."] = None
+        proposed = proposal.tokens.tolist()
+        given = proposed[: proposed.index(-1)] if -1 in proposed else proposed
+        if any(not 0 <= token < vocabulary for token in given) or any(token != -1 for token in proposed[len(given) :]):
+            problems.setdefault(
+                "ids", f"Ids must be in [0, {vocabulary}), and -1 at the end for nothing; it proposed {proposed}."
+            )
             return
         if m and proposal.q is not None:
             dense = _dense(proposal.q, vocabulary)
             sums = dense.sum(1)
-            if dense.size(0) < m or (dense < 0).any() or ((sums - 1).abs() > 1e-3).any():
-                problems[
-                    f"q must hold {m} rows of probabilities that sum to 1; it has {dense.size(0)} rows with sums "
-                    f"{[round(float(s), 4) for s in sums]}."
-                ] = None
+            if (dense < 0).any() or ((sums - 1).abs() > 1e-3).any():
+                rows = [round(float(s), 4) for s in sums]
+                problems.setdefault("q", f"q must hold rows of probabilities that sum to 1; its rows sum to {rows}.")
                 return
     drawn = first.q is not None and len(first.tokens) > 0
     for other, what in ((again, "Repeated"), (fresh, "Rollback")):
@@ -249,11 +271,14 @@ def _check_round(
             dtype = next(llm.placed.model.parameters()).dtype
             gap = float((_dense(first.q, vocabulary)[0] - _dense(other.q, vocabulary)[0]).abs().sum() / 2)
             if gap > TOLERANCE.get(dtype, 0.1):
-                problems[f"{what}: {told}, its {name} proposals have distributions {gap:.3f} apart."] = None
+                problems.setdefault(
+                    what, f"{what}: {told}, its {name} proposals have distributions {gap:.3f} apart."
+                )
         elif not drawn and first.tokens.tolist() != other.tokens.tolist():
-            problems[
-                f"{what}: {told}, its {name} proposals differ: {first.tokens.tolist()} and {other.tokens.tolist()}."
-            ] = None
+            problems.setdefault(
+                what,
+                f"{what}: {told}, its {name} proposals differ: {first.tokens.tolist()} and {other.tokens.tolist()}.",
+            )
 
 
 @torch.inference_mode()
@@ -268,14 +293,16 @@ def accept_rule_test(verify: Callable[..., object] | None = None, draws: int = 5
         seed: Of tables and draws.
     """
     generator = torch.Generator().manual_seed(seed)
-    sampler = Rejection(Sampling(), generator=generator)
+    sampler = Rejection(Sampling(), seed=seed)
     verify = verify or sampler.verify
     logits = 1.5 * torch.randn(3, 8, generator=generator)  # the target's rows behind each of two proposals
     draft = 1.5 * torch.randn(2, 8, generator=generator)
     counts = torch.zeros(8, dtype=torch.int64)
-    for _ in range(draws):
-        pairs = [sampler.draw(row.unsqueeze(0), 0) for row in draft]
+    for draw in range(draws):
+        # Every round stands at positions of its own, as in a text.
+        position = draw * len(logits)
+        pairs = [sampler.draw(row.unsqueeze(0), position + i) for i, row in enumerate(draft)]
         tokens = torch.cat([token for token, _ in pairs])
         q = Distribution(torch.cat([row.probs for _, row in pairs]))
-        counts[verify(logits, 0, tokens, q).tokens[0]] += 1
+        counts[verify(logits, position, tokens, q).tokens[0]] += 1
     return g_test(counts, logits[0].softmax(0))

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from litspec.decoding import Block, Round, decode
+from litspec.engine.sequence import Block, Round, decode
 from litspec.stopping import StopTokens
 
 PROMPT_SIZE = 3

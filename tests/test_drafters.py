@@ -16,7 +16,7 @@ from litgpt import Config
 
 from litspec import rounds
 from litspec.checkpoint import PairReport
-from litspec.decoding import Block, decode
+from litspec.engine.sequence import Block, decode
 from litspec.drafters import (
     Drafter,
     DraftModel,

@@ -17,7 +17,7 @@ from nbconvert import HTMLExporter
 from nbformat import NotebookNode
 from pages import Page
 
-from litspec.decoding import Block
+from litspec.engine.sequence import Block
 from litspec.report import Piece, make_stats, to_html
 
 NOTEBOOK = Path(__file__).parent.parent / "scripts" / "quickstart.ipynb"

@@ -21,7 +21,7 @@ from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as RustTokenizer
 
 from litspec.__main__ import main
-from litspec.decoding import Block
+from litspec.engine.sequence import Block
 from litspec.errors import InputError
 from litspec.report import DRAFTED, OWN, Piece, Pieces, TerminalTint, make_stats, plot_acceptance, to_html
 from litspec.text import Detokenizer

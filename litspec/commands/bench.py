@@ -78,7 +78,7 @@ def bench(
     from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
     from litspec.benchmark import check_plot, measure, plain_decoder, plot_report
-    from litspec.commands.generate import announce_graphs
+    from litspec.commands.generate import announce_compiling
     from litspec.commands.verify import PROMPTS, read_prompts
     from litspec.errors import InputError
     from litspec.llm import SpecLLM
@@ -126,7 +126,7 @@ def bench(
     )
     plain = plain_decoder(llm, lambda: SpecLLM.load(checkpoint_dir, drafter="none", verify_width=1, **where))
     if compile and llm.placed.is_rank_zero:
-        announce_graphs(llm.placed.graphs)
+        announce_compiling(llm.runner)
     names: list[Any] = [drafter]
     if drafter == "all":
         names = ["prompt_lookup", "early_exit"]
@@ -221,7 +221,7 @@ def _print(description: str, report: Any) -> None:
     )
 
     if settings["compile_seconds"]:
-        console.print(f"Building {settings['graphs']} graphs took {settings['compile_seconds']:.0f} s.")
+        console.print(f"Compiling {settings['compiled_steps']} steps took {settings['compile_seconds']:.0f} s.")
 
     heading = f"Decoding after the prefill ({settings['prompts']} prompts, medians of {settings['repeats']})"
     if (rate := settings["simulate_acceptance"]) is not None:

@@ -86,7 +86,7 @@ def generate(
         draft_placement: With tensor_parallel, whether every device holds the draft model whole or it is cut like the
             target.
         quantize: Quantize the target's linear layers with bitsandbytes (CUDA only).
-        compile: Run steps as compiled graphs (torch.compile): seconds to minutes before the first token, then more
+        compile: Compile the steps (torch.compile): seconds to minutes before the first token, then more
             tokens a second. Where two tokens are nearly equal the text may be another than without.
         include_prompt: Print the prompt before the text.
         output_format: text streams the text; json prints one object for each text.
@@ -153,7 +153,7 @@ def generate(
         return 0
     log(llm.describe())
     if compile:
-        announce_graphs(llm.placed.graphs)
+        announce_compiling(llm.runner)
     tint = TerminalTint(sys.stdout) if show_acceptance and output_format == "text" else None
     if tint is not None and tint.enabled:
         tint.write_legend(sys.stderr)
@@ -167,14 +167,14 @@ def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def announce_graphs(graphs: Any) -> None:
-    """Has a line printed when the first of some graphs is built, since what follows takes a while."""
+def announce_compiling(runner: Any) -> None:
+    """Has a line printed when the first step is compiled, since what follows takes a while."""
 
     def say() -> None:
-        graphs.notify = lambda: None
+        runner.notify = lambda: None
         log("Compiling; this takes a while ...")
 
-    graphs.notify = say
+    runner.notify = say
 
 
 def _sample(llm: Any, prompt: str, include_prompt: bool, output_format: str, tint: Any, **settings: Any) -> None:

@@ -201,8 +201,9 @@ def _difference(llm: Any, number: int, prompt: str, a: list[int], b: list[int], 
     import torch
 
     from litspec.llm import text_seed
-    from litspec.rounds import TargetSession
-    from litspec.sampling import Sampling, gumbel_noise
+    from litspec.engine.target import TargetSession
+    from litspec.noise import gumbel_noise, position_keys
+    from litspec.sampling import Sampling
 
     at = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
     x, y = (ids[at] if at < len(ids) else None for ids in (a, b))
@@ -218,7 +219,8 @@ def _difference(llm: Any, number: int, prompt: str, a: list[int], b: list[int], 
     scores = logits.float()[pair[0]]
     if settings.get("sampler") == "coupled":
         temperature = Sampling(settings["temperature"]).temperature
-        noise = gumbel_noise(text_seed(settings["seed"], number), torch.tensor([len(ids)], device=pair.device), pair)[0]
+        keys = position_keys(text_seed(settings["seed"], number), torch.tensor([len(ids)], device=pair.device))
+        noise = gumbel_noise(keys, pair)[0]
         scores = scores + temperature * noise
     margin = float(scores[0] - scores[1])
     return Difference(number, at, x, y, margin, "rounding tie" if abs(margin) < resolution else "fault")

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, get_args
 
-from litspec.drafters.base import Drafter, DraftSession, Proposal
+from litspec.drafters.base import Cost, Drafter, DraftSession, Proposal
+from litspec.drafters.composite import LookupThenModel
 from litspec.drafters.draft_model import DraftModel
 from litspec.drafters.early_exit import EarlyExit
 from litspec.drafters.prompt_lookup import PromptLookup
-from litspec.drafters.speculative_k import FixedK, SpeculativeK, make_speculative_k
+from litspec.drafters.speculative_k import AdaptiveK, FixedK, SpeculativeK
 from litspec.errors import InputError
 from litspec.types import DrafterName
 
 if TYPE_CHECKING:
     from litspec.checkpoint import PairReport
-    from litspec.rounds import Placed
+    from litspec.engine.target import Placed
 
 
 __all__ = [
+    "AdaptiveK",
+    "Cost",
     "DraftModel",
     "DraftSession",
     "Drafter",
     "DrafterName",
     "EarlyExit",
     "FixedK",
+    "LookupThenModel",
     "PromptLookup",
     "Proposal",
     "SpeculativeK",
     "make_drafter",
-    "make_speculative_k",
 ]
+
+# Tokens that must stand earlier in the text before prompt lookup goes before a draft model.
+SURE_NGRAM = 3
 
 
 def make_drafter(
@@ -56,36 +63,50 @@ def make_drafter(
         None for "none".
 
     Raises:
-        InputError: For an unknown name, an object without the protocol's attributes, a draft model that was not loaded,
-            or a setting out of its range.
+        InputError: For an unknown name, an object that is no drafter, a draft model that was not loaded, or a setting
+            out of its range.
     """
-    draft = getattr(placed, "draft_model", None)
     if not isinstance(drafter, str):
-        missing = [name for name in ("taps", "max_k", "step_bytes", "begin") if not hasattr(drafter, name)]
-        if missing:
+        if not isinstance(drafter, Drafter):
             raise InputError(
-                f"drafter must be one of {', '.join(get_args(DrafterName))}, or an object of the protocol in "
-                f"litspec.drafters; {type(drafter).__name__} lacks {', '.join(missing)}"
+                f"drafter must be one of {', '.join(get_args(DrafterName))}, or an object of a subclass of "
+                f"litspec.drafters.Drafter, got a {type(drafter).__name__}"
             )
         return drafter
-    if drafter == "auto":
-        drafter = "draft_model" if draft is not None else "prompt_lookup"
-    if drafter == "none":
-        return None
     max_k = placed.verify_width - 1
-    if drafter == "prompt_lookup":
+
+    def prompt_lookup() -> Drafter:
         return PromptLookup(max_k, max_ngram=max_ngram, min_ngram=min_ngram)
-    if drafter == "early_exit":
+
+    def early_exit() -> Drafter:
         return EarlyExit(placed.model, max_k=max_k, exit_layer=exit_layer)
-    if drafter == "draft_model":
-        if draft is None:
-            raise InputError("drafter 'draft_model' needs a draft model, but draft_dir is not given; name its folder.")
+
+    def draft_model() -> Drafter:
+        if placed.draft_model is None:
+            raise InputError(f"drafter {drafter!r} needs a draft model, but draft_dir is not given; name its folder.")
         return DraftModel(
-            draft,
+            placed.draft_model,
             target_config=placed.model.config,
             max_k=max_k,
             vocab_size=pair.shared_vocab_size if pair is not None else None,
             excluded=pair.excluded if pair is not None else (),
-            graphs=getattr(placed, "graphs", None),
         )
-    raise InputError(f"drafter must be one of {', '.join(get_args(DrafterName))}, got {drafter!r}")
+
+    def lookup_then_model() -> Drafter:
+        model = draft_model()
+        return LookupThenModel(PromptLookup(max_k, max_ngram=SURE_NGRAM + 1, min_ngram=SURE_NGRAM), model)
+
+    def none() -> None:
+        return None
+
+    makers: dict[str, Callable[[], Drafter | None]] = {
+        "auto": prompt_lookup if placed.draft_model is None else draft_model,
+        "draft_model": draft_model,
+        "prompt_lookup": prompt_lookup,
+        "lookup_then_model": lookup_then_model,
+        "early_exit": early_exit,
+        "none": none,
+    }
+    if drafter not in makers:
+        raise InputError(f"drafter must be one of {', '.join(get_args(DrafterName))}, got {drafter!r}")
+    return makers[drafter]()

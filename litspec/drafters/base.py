@@ -3,26 +3,30 @@
 A drafter is one object for a loaded target; a session is one text. Whatever a drafter proposes, the text stays the
 target's own: a bad drafter costs speed. There is one thing it must not do, which is to report another distribution than
 the one it drew from; `litspec.testing.check_drafter` finds that and other broken promises.
+
+A drafter of your own is a subclass of `Drafter` with `start`, and a subclass of `DraftSession` with `propose`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from litspec.sampling import Distribution, Sampler
 
 if TYPE_CHECKING:
-    from litspec.rounds import TargetSession
+    from litspec.engine.runner import Runner
+    from litspec.engine.target import TargetSession
 
 
 class Proposal(NamedTuple):
     """What a drafter proposes for one round.
 
     Attributes:
-        tokens: (m,) int64, 0 <= m <= k; on any device.
+        tokens: (m,) integers, 0 <= m <= k; on any device. It may end in -1: nothing is proposed there.
         q: The processed distributions that each token was drawn from, m rows over the target's padded vocabulary
             (dense, or sparse as ids and probabilities); None where nothing was drawn (an argmax, a table): each token
             then counts as proposed with probability 1.
@@ -32,46 +36,71 @@ class Proposal(NamedTuple):
     q: Distribution | None = None
 
 
-@runtime_checkable
-class DraftSession(Protocol):
-    """Drafting for one text. Two open texts are two sessions, and an abandoned session harms nobody."""
+class Cost(NamedTuple):
+    """What a proposal costs, from which k is chosen.
 
-    def extend(self, tokens: Sequence[int], input_pos: int, hidden: torch.Tensor | None = None) -> None:
-        """Tells the committed truth: the prompt first, then what each round committed.
+    Attributes:
+        weight_bytes: Bytes of weights that are read.
+        layers: Layers that are run, one after the other.
+    """
 
-        Args:
-            tokens: Token ids; `tokens[j]` stands at position `input_pos + j`.
-            input_pos: Position of the first of them, the number of tokens told so far.
-            hidden: (len(tokens), len(taps) * n_embd), only for a drafter with `taps`: row j is the target's state that
-                predicted `tokens[j]`, the one at the position before it (zeros for position 0).
-        """
-        ...
+    weight_bytes: int
+    layers: int
 
+
+class DraftSession(ABC):
+    """Drafting for one text. Two open texts are two sessions."""
+
+    @abstractmethod
     def propose(self, token: int, input_pos: int, k: int) -> Proposal:
         """Proposes at most k tokens to follow `token`, the last one committed, which stands at `input_pos`.
 
-        What was proposed and not told by `extend` afterwards did not happen; undoing it is the session's own affair.
-        May be called again for the same position.
+        A proposal changes nothing: only what `commit` brings is part of the text. May be called again for the same
+        position.
         """
-        ...
+
+    def commit(self, tokens: Sequence[int], input_pos: int, hidden: torch.Tensor | None = None) -> None:
+        """Takes what has been committed: the prompt first, then the tokens of each round.
+
+        Args:
+            tokens: Token ids; `tokens[j]` stands at position `input_pos + j`.
+            input_pos: Position of the first of them, the number of tokens committed so far.
+            hidden: (len(tokens), len(taps) * n_embd), only for a drafter with `taps`: row j is the target's state that
+                predicted `tokens[j]`, the one at the position before it (zeros for position 0).
+        """
+
+    def prepare(self, sizes: Sequence[int]) -> None:
+        """Builds what proposals will need, before the prompt is read, where steps are compiled.
+
+        Args:
+            sizes: Numbers of proposals, of which every k to come is a sum, or falls a little short of one.
+        """
+
+    def close(self) -> None:
+        """The text has ended, or is not wanted any more."""
 
 
-@runtime_checkable
-class Drafter(Protocol):
+class Drafter(ABC):
     """Makes sessions.
 
     Attributes:
-        taps: Blocks of the target (0-based) whose residual stream a session wants to see in `extend`; -1 is the state
+        taps: Blocks of the target (0-based) whose residual stream a session wants to see in `commit`; -1 is the state
             after the final norm. Empty for most.
         max_k: Most tokens it can propose in one round.
-        step_bytes: Bytes of weights read per proposed token, for choosing k; 0 where drafting costs next to nothing.
+        name: For people.
+        notes: What is worth knowing about it, as sentences.
     """
 
-    taps: tuple[int, ...]
-    max_k: int
-    step_bytes: int
+    taps: tuple[int, ...] = ()
+    max_k: int = 7
+    notes: Sequence[str] = ()
 
-    def begin(self, target: TargetSession, max_length: int, sampler: Sampler) -> DraftSession:
+    @property
+    def name(self) -> str:
+        return type(self).__name__
+
+    @abstractmethod
+    def start(self, target: TargetSession, max_length: int, sampler: Sampler) -> DraftSession:
         """Opens a session for a text of at most `max_length` tokens.
 
         Args:
@@ -79,4 +108,10 @@ class Drafter(Protocol):
             max_length: Prompt and completion together.
             sampler: How the text is sampled; its `draw` gives a token and the distribution to report.
         """
-        ...
+
+    def cost(self, k: int) -> Cost:
+        """What a proposal of k tokens costs; by default next to nothing."""
+        return Cost(0, 0)
+
+    def reserve(self, max_length: int, runner: Runner) -> None:
+        """Makes room for texts of up to `max_length` tokens, whose steps `runner` will run."""

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from litspec.drafters.base import Proposal
+from litspec.drafters.base import Drafter, DraftSession, Proposal
 from litspec.errors import InputError
 from litspec.sampling import Sampler
 
 if TYPE_CHECKING:
-    from litspec.rounds import TargetSession
+    from litspec.engine.target import TargetSession
 
 
-class PromptLookup:
+class PromptLookup(Drafter):
     """Drafts from the prompt and the completion so far, see `drafters.Drafter`.
 
     Let x be the text of T tokens. For n = `max_ngram`, ..., `min_ngram`, in this order, take the largest e < T with
@@ -35,9 +35,6 @@ class PromptLookup:
         InputError: For lengths outside 1 <= min_ngram <= max_ngram.
     """
 
-    taps: tuple[int, ...] = ()
-    step_bytes = 0
-
     def __init__(self, max_k: int, *, max_ngram: int = 3, min_ngram: int = 1) -> None:
         if not 1 <= min_ngram <= max_ngram:
             raise InputError(f"prompt lookup needs 1 <= min_ngram <= max_ngram, got {min_ngram} and {max_ngram}")
@@ -45,11 +42,15 @@ class PromptLookup:
         self.max_ngram = max_ngram
         self.min_ngram = min_ngram
 
-    def begin(self, target: TargetSession, max_length: int, sampler: Sampler) -> PromptLookupSession:
+    @property
+    def name(self) -> str:
+        return "prompt_lookup"
+
+    def start(self, target: TargetSession, max_length: int, sampler: Sampler) -> PromptLookupSession:
         return PromptLookupSession(self, target.stop_ids)
 
 
-class PromptLookupSession:
+class PromptLookupSession(DraftSession):
     """One text, see `drafters.DraftSession`. Tables of all n-grams, brought up to date when a proposal is asked for."""
 
     def __init__(self, drafter: PromptLookup, stop_ids: Sequence[int] = ()) -> None:
@@ -62,7 +63,7 @@ class PromptLookupSession:
             (n, {}) for n in range(drafter.max_ngram, drafter.min_ngram - 1, -1)
         ]
 
-    def extend(self, tokens: Sequence[int], input_pos: int, hidden: torch.Tensor | None = None) -> None:
+    def commit(self, tokens: Sequence[int], input_pos: int, hidden: torch.Tensor | None = None) -> None:
         self._tokens += tokens
 
     def propose(self, token: int, input_pos: int, k: int) -> Proposal:

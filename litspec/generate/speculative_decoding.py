@@ -17,7 +17,7 @@ import litgpt.model
 import torch
 import torch.nn as nn
 
-from litspec.decoding import decode
+from litspec.engine.sequence import Text
 from litspec.errors import InputError
 from litspec.model.attention import CausalSelfAttention, MultiheadLatentAttention
 from litspec.sampling import Greedy, Rejection, Sampling, Verified, concatenate
@@ -298,20 +298,19 @@ def generate(
         )
         return tokens.view(-1)
 
+    text = Text(prompt_size, max_returned_tokens, StopTokens(stop_sequences(stop_tokens)))
     tokens: list[int] = []
-    proposed = accepted = 0
-    stop = StopTokens(stop_sequences(stop_tokens))
-    for block in decode(
-        prefill,
-        step,
-        prompt_size=prompt_size,
-        max_returned_tokens=max_returned_tokens,
-        speculative_k=speculative_k,
-        stop=stop,
-    ):
+    proposed = accepted = k = 0
+    result = prefill()
+    while True:
+        block = text.commit(result.tolist(), k)
         tokens += block.tokens
         proposed += block.proposed
         accepted += block.accepted
+        if text.finished:
+            break
+        k = min(speculative_k, text.most_proposals)
+        result = step(result[-1:], text.input_pos, k)
     completion = torch.tensor(tokens, dtype=torch.int64, device=device)
     if include_prompt:
         completion = torch.cat((prompt, completion.to(prompt.dtype)))

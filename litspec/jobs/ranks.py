@@ -9,7 +9,7 @@ import torch
 from litspec.jobs.prompts import Prompts
 from litspec.placement import LostRank, Replica, share_of
 from litspec.placement.tensor_parallel import broadcast
-from litspec.rounds import Placed
+from litspec.engine.target import Placed
 
 
 class Team:

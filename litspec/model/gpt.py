@@ -128,7 +128,7 @@ class GPT(nn.Module):
             max_seq_length: committed positions it must hold, at most the config's `block_size`.
             batch_size: sequences, B.
             width: rows of the widest block; that many slots come on top for the overhang of the last block.
-            powers_of_two: whether its size and the buckets read double throughout, as compiled graphs want them.
+            powers_of_two: whether its size and the buckets read double throughout, as compiled steps want them.
 
         Raises:
             InputError: `max_seq_length` exceeds the context length of the model.

@@ -12,6 +12,7 @@ Notation, used in the whole package `litspec.model`:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
@@ -71,6 +72,17 @@ class KVCache:
     def size(self) -> int:
         """Slots per sequence, S."""
         return self.k[0].size(2)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Sequences and slots per sequence, (B, S)."""
+        return self.k[0].size(0), self.k[0].size(2)
+
+    def sequences(self, first: int, end: int) -> KVCache:
+        """The sequences from `first` to before `end` as a cache of their own, which shares the buffers."""
+        other = copy.copy(self)
+        other.k, other.v = [k[first:end] for k in self.k], [v[first:end] for v in self.v]
+        return other
 
     def bucket(self, length: int) -> int:
         """The `kv_length` that covers `length` positions of this cache."""

@@ -20,7 +20,8 @@ from litgpt.config import Config
 from torch import Tensor
 
 from litspec.checkpoint import Checkpoint
-from litspec.compiled import Graphs
+from litspec.engine.runner import CompiledRunner, Runner
+from litspec.engine.target import Placed
 from litspec.errors import InputError
 from litspec.model import GPT
 from litspec.placement.heartbeat import Heartbeat
@@ -28,7 +29,6 @@ from litspec.placement.replicate import Replica
 from litspec.placement.sequential import load_sequential, split_pair
 from litspec.placement.single import Single, load_model, load_quantized
 from litspec.placement.tensor_parallel import Shard, TensorParallel, broadcast, load_shard
-from litspec.rounds import Placed
 from litspec.types import DraftPlacementName, PlacementName, Quantize
 
 DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}
@@ -112,8 +112,8 @@ def place(
         draft_placement: With "tensor_parallel", whether every rank holds the draft whole ("replicated": no traffic)
             or it is cut like the target.
         quantize: Quantize the target's linear layers with bitsandbytes, as LitGPT does.
-        verify_width: W, the rows of every verification.
-        compile: Run the steps of target and draft as compiled graphs.
+        verify_width: W, the most rows of a verification.
+        compile: Compile the steps of target and draft.
 
     Raises:
         InputError: A setting that cannot be used, a model that cannot be cut or does not fit.
@@ -151,9 +151,9 @@ def place(
         fabric, ranks = _fabric(accelerator=accelerator, devices=1), 1
     if ranks == 1:
         _start(fabric)
-        graphs = Graphs(fabric.device) if compile else None
+        runner = _runner(fabric.device, compile)
         models = _load(whole, small, fabric.device, 0, 1, quantize)
-        return Single(*models, fabric.device, verify_width, graphs=graphs)
+        return Single(*models, fabric.device, verify_width, runner=runner)
     if placement == "single":
         raise InputError(
             f"placement 'single' takes one device, but devices = {devices!r} are {ranks}; choose 'tensor_parallel', "
@@ -171,12 +171,15 @@ def place(
     models = _load(whole, small, fabric.device, rank, ranks, quantize)
     if cut:
         return TensorParallel(*models, fabric.device, verify_width, rank, ranks, heartbeat)
-    graphs = Graphs(fabric.device) if compile else None
-    return Replica(*models, fabric.device, verify_width, rank, ranks, graphs, heartbeat)
+    return Replica(*models, fabric.device, verify_width, rank, ranks, _runner(fabric.device, compile), heartbeat)
+
+
+def _runner(device: torch.device, compile: bool) -> Runner:
+    return CompiledRunner(device) if compile else Runner()
 
 
 def _check_compile(placement: str, quantize: str | None, draft_device: str | None) -> None:
-    """Raises InputError for what compiled graphs do not go with."""
+    """Raises InputError for what compiled steps do not go with."""
     if placement in ("tensor_parallel", "sequential"):
         raise InputError(f"compile goes with one device for a whole pair (single, replicate), not with {placement!r}.")
     if quantize is not None:

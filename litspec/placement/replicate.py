@@ -12,7 +12,7 @@ from litspec.placement.single import Single
 
 @dataclass
 class Replica(Single):
-    """One of several whole pairs, see `rounds.Placed`. A rank never waits for another before `wait_for_all`.
+    """One of several whole pairs, see `engine.target.Placed`. A rank never waits for another before `wait_for_all`.
 
     Attributes:
         heartbeat: Tells when another rank has died.

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from lightning.fabric.plugins import BitsandbytesPrecision
 
 from litspec.checkpoint import Checkpoint, load_weights, read_state_dict
-from litspec.compiled import Graphs
+from litspec.engine.rows import class_limit, find_rows
+from litspec.engine.runner import Runner
 from litspec.errors import InputError
 from litspec.model import GPT
 from litspec.model.packed import pack
 
+# No forward over several texts has more.
+MOST_ROWS = 256
+
 
 @dataclass
 class Single:
-    """A pair in one process, see `rounds.Placed`.
+    """A pair in one process, see `engine.target.Placed`.
 
     Attributes:
         model: The target.
         draft_model: The draft's model, where there is a draft.
         device: Where the target's tokens and logits are.
-        verify_width: W.
+        verify_width: W, the most rows of a verification.
         rank: This process among those that share the work, 0 for one process.
         world_size: How many they are.
-        graphs: Of compiled steps; None where steps run as they are.
+        runner: Runs the steps.
     """
 
     model: GPT
@@ -35,7 +40,17 @@ class Single:
     verify_width: int
     rank: int = 0
     world_size: int = 1
-    graphs: Graphs | None = None
+    runner: Runner = field(default_factory=Runner)
+
+    @functools.cached_property
+    def rows(self) -> tuple[int, ...]:
+        """Numbers of rows with equal bits; measured when first asked for."""
+        return find_rows(self.model, self.verify_width)
+
+    @functools.cached_property
+    def most_rows(self) -> int:
+        """Rows of several texts that keep these bits in one forward; measured when first asked for."""
+        return class_limit(self.model, self.rows, MOST_ROWS)
 
     @property
     def is_rank_zero(self) -> bool:
@@ -45,9 +60,9 @@ class Single:
     def same(self, tokens: torch.Tensor) -> torch.Tensor:
         return tokens
 
-    def agree(self, packed: torch.Tensor, decide: Callable[[list[int]], int]) -> list[int]:
+    def agree(self, packed: torch.Tensor, count: int, decide: Callable[[list[int]], list[int]]) -> list[int]:
         outcome = packed.tolist()
-        return [*outcome, decide(outcome)]
+        return outcome + decide(outcome)
 
     def share_int(self, value: int) -> int:
         """Rank 0's value, on every rank."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from litgpt.config import Config
 from torch import Tensor, nn
 
 from litspec.checkpoint import Checkpoint, load_weights
+from litspec.engine.runner import Runner
 from litspec.errors import InputError
 from litspec.model import GPT
 from litspec.placement.heartbeat import Heartbeat, LostRank
@@ -194,7 +195,7 @@ def load_shard(checkpoint: Checkpoint, shard: Shard, device: torch.device, dtype
 
 @dataclass
 class TensorParallel:
-    """A pair whose target is cut across ranks, see `rounds.Placed`; all ranks generate the same text together.
+    """A pair whose target is cut across ranks, see `engine.target.Placed`; all ranks generate the same text together.
 
     Ranks compute the same numbers, but not every device rounds alike, and no two clocks agree. So whatever decides
     about tokens or about the shape of the next collective comes from rank 0: the block to verify, the outcome of its
@@ -208,7 +209,7 @@ class TensorParallel:
         rank: This process ...
         world_size: ... of so many.
         heartbeat: Tells when another rank has died.
-        graphs: None: steps run as they are.
+        runner: Runs the steps, as they are.
     """
 
     model: GPT
@@ -218,7 +219,17 @@ class TensorParallel:
     rank: int
     world_size: int
     heartbeat: Heartbeat
-    graphs: None = None
+    runner: Runner = field(default_factory=Runner)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """One number: ranks whose drafters differ must still run forwards of one shape."""
+        return (self.verify_width,)
+
+    @property
+    def most_rows(self) -> int:
+        """The same: each text has a forward of its own."""
+        return self.verify_width
 
     @property
     def is_rank_zero(self) -> bool:
@@ -230,13 +241,13 @@ class TensorParallel:
         self.heartbeat.needed = True
         return broadcast(tokens)
 
-    def agree(self, packed: Tensor, decide: Callable[[list[int]], int]) -> list[int]:
+    def agree(self, packed: Tensor, count: int, decide: Callable[[list[int]], list[int]]) -> list[int]:
         if self.rank == 0:
             outcome = packed.tolist()
-            outcome.append(decide(outcome))
+            outcome += decide(outcome)
             broadcast(torch.tensor(outcome, device=packed.device))
         else:
-            outcome = broadcast(torch.empty(len(packed) + 1, dtype=packed.dtype, device=packed.device)).tolist()
+            outcome = broadcast(torch.empty(len(packed) + count, dtype=packed.dtype, device=packed.device)).tolist()
         self.heartbeat.needed = False
         return outcome
 

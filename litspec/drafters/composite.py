@@ -1,0 +1,69 @@
+"""Two drafters as one: prompt lookup where the last tokens stand earlier in the text, else a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from litspec.drafters.base import Cost, Drafter, DraftSession, Proposal
+from litspec.drafters.prompt_lookup import PromptLookup, PromptLookupSession
+from litspec.sampling import Sampler
+
+if TYPE_CHECKING:
+    from litspec.engine.runner import Runner
+    from litspec.engine.target import TargetSession
+
+
+class LookupThenModel(Drafter):
+    """Proposes what prompt lookup finds for a run of several tokens, and asks another drafter where it finds nothing.
+
+    Args:
+        lookup: Its shortest run should be long enough that what followed it is likely to follow again.
+        model: The other drafter.
+    """
+
+    def __init__(self, lookup: PromptLookup, model: Drafter) -> None:
+        self._lookup = lookup
+        self._model = model
+        self.taps = model.taps
+        self.max_k = model.max_k
+        self.notes = model.notes
+
+    @property
+    def name(self) -> str:
+        return "lookup_then_model"
+
+    def cost(self, k: int) -> Cost:
+        return self._model.cost(k)
+
+    def reserve(self, max_length: int, runner: Runner) -> None:
+        self._model.reserve(max_length, runner)
+
+    def start(self, target: TargetSession, max_length: int, sampler: Sampler) -> LookupThenModelSession:
+        return LookupThenModelSession(
+            self._lookup.start(target, max_length, sampler), self._model.start(target, max_length, sampler)
+        )
+
+
+class LookupThenModelSession(DraftSession):
+    """One text."""
+
+    def __init__(self, lookup: PromptLookupSession, model: DraftSession) -> None:
+        self._lookup = lookup
+        self._model = model
+
+    def commit(self, tokens: Sequence[int], input_pos: int, hidden: torch.Tensor | None = None) -> None:
+        self._lookup.commit(tokens, input_pos)
+        self._model.commit(tokens, input_pos, hidden)
+
+    def propose(self, token: int, input_pos: int, k: int) -> Proposal:
+        found = self._lookup.propose(token, input_pos, k)
+        return found if found.tokens.size(0) else self._model.propose(token, input_pos, k)
+
+    def prepare(self, sizes: Sequence[int]) -> None:
+        self._model.prepare(sizes)
+
+    def close(self) -> None:
+        self._model.close()

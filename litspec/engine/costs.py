@@ -1,0 +1,169 @@
+"""What a draft and a verification cost on this machine: measured once, or from a model that reads no clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from litspec.drafters.autoregressive import step_bytes
+from litspec.drafters.base import Proposal
+from litspec.drafters.speculative_k import FixedK, RoundCosts
+from litspec.engine.sequence import Text
+from litspec.engine.speculate import Slot, prefill, prepare, propose, verify
+from litspec.engine.target import Placed, Slots
+from litspec.stopping import StopTokens
+
+if TYPE_CHECKING:
+    from litspec.drafters.base import Drafter
+    from litspec.sampling import Sampler
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A kind of device, as rough figures that do not change from run to run.
+
+    Attributes:
+        layer: Seconds of a layer beside the reading of its weights.
+        byte: Seconds to read a byte of weights.
+        row: What each further row adds to the reading, as a share of it.
+        token: Seconds to choose a token.
+    """
+
+    layer: float
+    byte: float
+    row: float
+    token: float
+
+
+CPU = Machine(layer=1.2e-4, byte=4.5e-11, row=0.12, token=1e-4)
+# Half the bytes in bf16, of which products of a few rows cost the same as one.
+CPU_16 = Machine(layer=1.4e-4, byte=6e-11, row=0.02, token=1e-4)
+GPU = Machine(layer=1e-4, byte=1e-12, row=0.0, token=1e-4)
+
+
+def modelled(placed: Placed, drafter: Drafter, most: int) -> RoundCosts:
+    """Costs from bytes and layers. They depend on the models and the kind of device alone.
+
+    Args:
+        placed: The target.
+        drafter: Who drafts.
+        most: Largest k.
+    """
+    machine = GPU
+    if placed.device.type == "cpu":
+        machine = CPU if placed.model.transformer.wte.weight.dtype is torch.float32 else CPU_16
+    rows = placed.runner.rows(placed.rows)
+    weight_bytes, n_layer = step_bytes(placed.model), placed.model.config.n_layer
+    draft, verify = [], []
+    for k in range(most + 1):
+        cost = drafter.cost(k)
+        chosen = machine.token * k if cost.layers else 0.0
+        draft.append(cost.layers * machine.layer + cost.weight_bytes * machine.byte + chosen)
+        width = next(n for n in rows if n > k)
+        reading = weight_bytes * machine.byte * (1 + machine.row * (width - 1))
+        verify.append(n_layer * machine.layer + reading + machine.token)
+    return RoundCosts(tuple(draft), tuple(verify))
+
+
+class Trial:
+    """A text that stands still, of which the parts of a round can be run again and again. Each part ends with a read.
+
+    Args:
+        slots: Of the target; they hold no other text.
+        drafter: Who drafts; None for nobody.
+        sampler: How tokens are chosen.
+        prompt: Token ids of the text so far, at least two.
+        sizes: Numbers of proposals that will be drafted.
+    """
+
+    def __init__(
+        self, slots: Slots, drafter: Drafter | None, sampler: Sampler, prompt: Sequence[int], sizes: Sequence[int]
+    ) -> None:
+        target = slots.sessions[0]
+        draft = drafter.start(target, slots.max_length, sampler) if drafter is not None else None
+        choose_k = FixedK(max(sizes, default=0))
+        choose_k.pieces = tuple(sizes)
+        text = Text(len(prompt) - 1, slots.max_length, StopTokens())
+        name, taps = ("", ()) if drafter is None else (drafter.name, tuple(drafter.taps))
+        self._slots = slots
+        self._prompt = list(prompt)
+        self._slot = Slot(text, target, draft, sampler, choose_k, name, taps)
+        with torch.inference_mode():
+            prepare(self._slot, slots)
+            prefill(self._slot, prompt[:-1])
+        text.commit([prompt[-1]])
+
+    @torch.inference_mode()
+    def verify(self, rows: int) -> None:
+        """Verifies a full proposal in so many rows."""
+        tokens = torch.tensor((self._prompt * rows)[: rows - 1], dtype=torch.int64, device=self._slot.target.device)
+        self._slots.placed.runner.begin_round()
+        verify([self._slot], [Proposal(tokens)], self._slots)[0].tolist()
+
+    @torch.inference_mode()
+    def draft(self, k: int) -> None:
+        """Has k tokens proposed."""
+        self._slots.placed.runner.begin_round()
+        self._slot.speculative_k = k
+        propose(self._slot).tokens.tolist()
+
+    def close(self) -> None:
+        """Ends the text; its slot keeps nothing of it."""
+        if self._slot.draft is not None:
+            self._slot.draft.close()
+        self._slot.target.forget()
+
+
+# Turns in which each part is timed; the shortest time of each counts, since what disturbs makes it longer.
+TURNS = 5
+
+
+def timed(slots: Slots, drafter: Drafter, most: int, sampler: Sampler) -> RoundCosts:
+    """Costs measured in turns on a made-up text, in slots that hold no text.
+
+    Args:
+        slots: Of the target.
+        drafter: Who drafts.
+        most: Largest k.
+        sampler: How tokens are chosen.
+    """
+    target = slots.sessions[0]
+    size = max(2, min(16, slots.max_length - most - 2))
+    prompt = [i * 7919 % target.config.padded_vocab_size for i in range(size)]
+    widths = sorted({target.rows_for(k) for k in range(most + 1)})
+    if len(widths) > 4:  # the others lie between
+        widths = [widths[0], widths[1], widths[len(widths) // 2], widths[-1]]
+    ks = sorted({1, most}) if drafter.cost(1).layers else []
+    trial = Trial(slots, drafter if ks else None, sampler, prompt, ks)
+    seconds: dict[tuple[str, int], float] = {}
+    for turn in range(TURNS + 1):
+        for name, part, sizes in (("verify", trial.verify, widths), ("draft", trial.draft, ks)):
+            for size in sizes:
+                began = time.perf_counter()
+                part(size)
+                taken = time.perf_counter() - began
+                if turn:  # the first warms up
+                    seconds[name, size] = min(seconds.get((name, size), taken), taken)
+    trial.close()
+    of_rows = _between([(width, seconds["verify", width]) for width in widths])
+    of_drafts = _between([(0, 0.0), *((k, seconds["draft", k]) for k in ks)])
+    return RoundCosts(
+        tuple(of_drafts(k) for k in range(most + 1)),
+        tuple(of_rows(target.rows_for(k)) for k in range(most + 1)),
+    )
+
+
+def _between(points: Sequence[tuple[int, float]]) -> Callable[[int], float]:
+    """A function through some points, straight between them."""
+
+    def at(x: int) -> float:
+        for (x0, y0), (x1, y1) in zip(points, points[1:]):
+            if x <= x1 and x1 > x0:
+                return y0 + max(0.0, y1 - y0) * (x - x0) / (x1 - x0)
+        return points[-1][1]
+
+    return at

@@ -1,0 +1,164 @@
+"""Many texts over one target: add, step, cancel."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from litspec.engine.costs import timed
+from litspec.engine.sequence import Block, Text
+from litspec.engine.speculate import Slot, prefill, prepare, run_round
+from litspec.engine.target import Placed, Slots
+from litspec.errors import InputError
+from litspec.stopping import Stop
+
+if TYPE_CHECKING:
+    from litspec.drafters.base import Drafter
+    from litspec.drafters.speculative_k import RoundCosts, SpeculativeK
+    from litspec.sampling import Sampler
+
+
+@dataclass
+class Request:
+    """One text to generate.
+
+    Attributes:
+        prompt: Token ids, at least one.
+        max_length: Most tokens of prompt and completion together.
+        stop: Tells where the text ends.
+        sampler: Chooses its tokens.
+        choose_k: Chooses the k of each round.
+        draft_seconds, verify_seconds: What the text took, see `Slot`; filled in when it has ended.
+    """
+
+    prompt: Sequence[int]
+    max_length: int
+    stop: Stop
+    sampler: Sampler
+    choose_k: SpeculativeK
+    draft_seconds: float = field(default=0.0, init=False)
+    verify_seconds: float = field(default=0.0, init=False)
+
+
+class Engine:
+    """Slots for texts over one target. A slot takes the next text as soon as its own has ended.
+
+    Nothing is moved when a proposal is refused: what stands in a slot behind the last committed token is masked until
+    it is overwritten.
+
+    Args:
+        placed: The target.
+        drafter: Who drafts; None for plain decoding.
+        slots: Texts that run at the same time.
+        max_length: Most tokens of a text.
+        stop_ids: Single tokens that end a text.
+    """
+
+    def __init__(
+        self, placed: Placed, drafter: Drafter | None, *, slots: int = 1, max_length: int, stop_ids: Sequence[int] = ()
+    ) -> None:
+        self.placed = placed
+        self.max_length = max_length
+        self.stop_ids = tuple(stop_ids)
+        self._drafter = drafter
+        self._cache = Slots(placed, slots, max_length, stop_ids)
+        self._waiting: deque[tuple[int, Request]] = deque()
+        self._running: dict[int, tuple[int, Request, Slot]] = {}  # by number of the slot: handle, request, slot
+        self._handles = 0
+
+    def __len__(self) -> int:
+        """Texts that have not ended."""
+        return len(self._waiting) + len(self._running)
+
+    @property
+    def slots(self) -> int:
+        """Texts that run at the same time."""
+        return len(self._cache.sessions)
+
+    def add(self, request: Request) -> int:
+        """Takes a text, which waits until a slot is free; returns its handle.
+
+        Raises:
+            InputError: The text could never fit.
+        """
+        if request.max_length > self.max_length:
+            raise InputError(
+                f"A text of up to {request.max_length} tokens does not fit an engine for {self.max_length}; make one "
+                "with a larger max_length."
+            )
+        self._handles += 1
+        self._waiting.append((self._handles, request))
+        return self._handles
+
+    @torch.inference_mode()
+    def step(self) -> dict[int, Block | InputError]:
+        """Lets every text go on by a block: its first token where it has just got a slot, else those of a round.
+
+        Returns:
+            By handle the block, or why the text cannot go on. A text that has ended, either way, has left its slot.
+        """
+        self.prepare()
+        results: dict[int, Block | InputError] = {}
+        texts = dict(sorted(self._running.items()))
+        running = [slot for _, _, slot in texts.values() if slot.text.started]
+        for handle, request, slot in texts.values():
+            if not slot.text.started:
+                try:
+                    results[handle] = slot.text.commit(prefill(slot, request.prompt))
+                except InputError as error:
+                    slot.error = error
+        for slot, tokens, proposed in run_round(running, self._cache) if running else []:
+            results[texts[slot.number][0]] = slot.text.commit(tokens, proposed)
+        for number, (handle, request, slot) in texts.items():
+            if slot.error is not None:
+                results[handle] = slot.error
+            if slot.error is not None or slot.text.finished:
+                self._end(number, request, slot)
+        return results
+
+    def cancel(self, handle: int) -> None:
+        """Drops a text; its slot is free for the next. Nothing happens where it has ended already."""
+        self._waiting = deque(waiting for waiting in self._waiting if waiting[0] != handle)
+        for number, (running, request, slot) in list(self._running.items()):
+            if running == handle:
+                self._end(number, request, slot)
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Gives free slots to texts that wait, and builds compiled steps for them; else that is a part of `step`."""
+        while self._waiting and len(self._running) < self.slots:
+            handle, request = self._waiting.popleft()
+            free = [i for i in range(self.slots) if i not in self._running]
+            # Where most of the prompt has been read already; of equals, the first.
+            number = max(free, key=lambda i: (self._cache.sessions[i].shares(request.prompt), -i))
+            slot = self._open(request, number)
+            self._running[number] = handle, request, slot
+            prepare(slot, self._cache)
+
+    def time_rounds(self, most: int, sampler: Sampler) -> RoundCosts:
+        """Measures what rounds cost, while no text runs.
+
+        Args:
+            most: Largest k.
+            sampler: How tokens are chosen.
+        """
+        return timed(self._cache, self._drafter, most, sampler)
+
+    def _open(self, request: Request, number: int) -> Slot:
+        """A text in a slot, of which nothing has been read."""
+        target, drafter = self._cache.sessions[number], self._drafter
+        target.stop_ids = self.stop_ids
+        text = Text(len(request.prompt), request.max_length, request.stop)
+        draft = None if drafter is None else drafter.start(target, request.max_length, request.sampler)
+        name, taps = ("", ()) if drafter is None else (drafter.name, tuple(drafter.taps))
+        return Slot(text, target, draft, request.sampler, request.choose_k, name, taps, number)
+
+    def _end(self, number: int, request: Request, slot: Slot) -> None:
+        del self._running[number]
+        request.draft_seconds, request.verify_seconds = slot.draft_seconds, slot.verify_seconds
+        if slot.draft is not None:
+            slot.draft.close()

@@ -1,0 +1,106 @@
+"""One text: its budget, its stops, and what has been committed of it.
+
+It knows tokens and positions; it knows no model and no text. The engine drives one for each of its slots, the drop-in
+module one for each call, so length and stops are decided in one place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from litspec.stopping import Stop
+from litspec.types import FinishReason
+
+
+@dataclass(frozen=True)
+class Block:
+    """Tokens that one round committed.
+
+    Attributes:
+        tokens: Token ids, in order. Tokens that may yet turn out to belong to a stop are held back and come with a
+            later block, so a block may be empty.
+        drafted: For each of `tokens`, whether a drafter proposed it (else it is the target's own).
+        round: 0 for the prefill, then 1, 2, ...
+        proposed: Proposals of this round, counted up to the end of the text.
+        accepted: How many of those the target accepted.
+        finish_reason: None while the text goes on; "stop" or "length" in the last block.
+    """
+
+    tokens: list[int]
+    drafted: list[bool]
+    round: int
+    proposed: int
+    accepted: int
+    finish_reason: FinishReason | None
+
+
+class Text:
+    """The state of one text.
+
+    The text ends with the first stop in the order of its tokens, wherever in a block it lies. The stop itself and what
+    was verified behind it are not part of the text. A stop beats the length limit where one round holds both.
+
+    Attributes:
+        last: The last committed token.
+        finished: Whether the text has ended.
+
+    Args:
+        prompt_size: Tokens of the prompt.
+        max_returned_tokens: Prompt and completion together never grow beyond this.
+        stop: Tells where the text ends; sees every committed token once, in order.
+    """
+
+    def __init__(self, prompt_size: int, max_returned_tokens: int, stop: Stop) -> None:
+        self._prompt_size = prompt_size
+        self._budget = max_returned_tokens - prompt_size
+        self._stop = stop
+        self._held: list[tuple[int, bool]] = []  # committed, but perhaps the beginning of a stop
+        self._seen = self._released = self._round = 0
+        self.last = -1
+        self.finished = False
+
+    @property
+    def started(self) -> bool:
+        """Whether anything has been committed."""
+        return self._round > 0
+
+    @property
+    def input_pos(self) -> int:
+        """Position of the last committed token."""
+        return self._prompt_size + self._seen - 1
+
+    @property
+    def most_proposals(self) -> int:
+        """Proposals that the next round could use: it ends with a token of the target's own."""
+        return self._budget - self._seen - 1
+
+    def commit(self, tokens: list[int], proposed: int = 0) -> Block:
+        """Takes what a round brought.
+
+        Args:
+            tokens: The accepted proposals, then one token of the target's own. What the budget has no room for is cut.
+            proposed: Proposals that the target looked at, at least `len(tokens) - 1`.
+        """
+        tokens = tokens[: self._budget - self._seen]
+        accepted = len(tokens) - 1
+        before = self._seen
+        self._seen += len(tokens)
+        self._held += [(token, i < accepted) for i, token in enumerate(tokens)]
+        self.last = tokens[-1]
+
+        verdict = self._stop.push(tokens)
+        finish: FinishReason | None = None
+        safe = verdict.safe
+        if verdict.end is not None:
+            finish = "stop"
+            used = verdict.end - before
+            proposed, accepted = min(proposed, used), min(accepted, used)
+        elif self._seen >= self._budget:
+            finish, safe = "length", self._seen
+        count = safe - self._released
+        out, self._held = self._held[:count], self._held[count:]
+        self._released = safe
+        self.finished = finish is not None
+        block = Block([t for t, _ in out], [d for _, d in out], self._round, proposed, accepted, finish)
+        self._round += 1
+        return block

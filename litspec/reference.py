@@ -1,0 +1,56 @@
+"""Speculative decoding in its shortest form, for any two functions from tokens to logits. Read this first.
+
+The engine does the same for many texts over K/V caches. Its texts are these texts (greedy, coupled), or have the same
+law (rejection), and the tests hold it to that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from litspec.sampling import Sampler, concatenate
+
+# Token ids (T,) to the logits that follow each of them, (T, V).
+Model = Callable[[torch.Tensor], torch.Tensor]
+
+
+def propose(draft: Model, text: list[int], k: int, sampler: Sampler) -> tuple[list[int], list]:
+    """Draws k tokens from the draft, one after the other, and keeps what each was drawn from."""
+    proposal, q = [], []
+    for _ in range(k):
+        logits = draft(torch.tensor(text + proposal))[-1:]
+        token, distribution = sampler.draw(logits, len(text) + len(proposal))
+        proposal.append(int(token))
+        q.append(distribution)
+    return proposal, q
+
+
+def generate(
+    target: Model,
+    draft: Model,
+    prompt: list[int],
+    *,
+    max_new_tokens: int,
+    k: int,
+    sampler: Sampler,
+    stop_ids: frozenset[int] = frozenset(),
+) -> list[int]:
+    """The completion of a prompt, without the stop that ended it."""
+    text, end = list(prompt), len(prompt) + max_new_tokens
+    while len(text) < end:
+        # Propose: never more than could be used, as the round ends with a token of the target's own.
+        m = min(k, end - len(text) - 1)
+        proposal, q = propose(draft, text, m, sampler)
+        # Verify: one pass of the target over the text and the whole proposal.
+        logits = target(torch.tensor(text + proposal))[len(text) - 1 :]
+        # Accept: the longest right prefix, and one token of the target's own.
+        rows = concatenate(q) if m and q[0] is not None else None
+        tokens, accepted, _ = sampler.verify(logits, len(text), torch.tensor(proposal, dtype=torch.int64), rows)
+        # Commit: up to the first stop.
+        for token in tokens[: accepted + 1].tolist():
+            if token in stop_ids:
+                return text[len(prompt) :]
+            text.append(token)
+    return text[len(prompt) :]
