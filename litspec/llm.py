@@ -473,7 +473,7 @@ class SpecLLM:
                 self._costs[Rejection,] = modelled(self.placed, self.drafter, most)
             return AdaptiveK(self._costs[Rejection,], Acceptance(most))
         if sampler.kind not in self._costs:
-            self._costs[sampler.kind] = engine.time_rounds(most, sampler)
+            self._costs[sampler.kind] = engine.time_rounds(self.drafter, most, sampler)
         return AdaptiveK(self._costs[sampler.kind], self._accepted.setdefault(sampler.kind, Acceptance(most)))
 
     def reserve(self, max_length: int) -> None:

@@ -43,7 +43,7 @@ class FixedK:
 
     def __init__(self, k: int) -> None:
         self._k = k
-        self.pieces = (k,) if k else ()
+        self.pieces: tuple[int, ...] = (k,) if k else ()
 
     def choose(self) -> int:
         return self._k

@@ -55,7 +55,7 @@ def modelled(placed: Placed, drafter: Drafter, most: int) -> RoundCosts:
     """
     machine = GPU
     if placed.device.type == "cpu":
-        machine = CPU if placed.model.transformer.wte.weight.dtype is torch.float32 else CPU_16
+        machine = CPU if next(placed.model.parameters()).dtype is torch.float32 else CPU_16
     rows = placed.runner.rows(placed.rows)
     weight_bytes, n_layer = step_bytes(placed.model), placed.model.config.n_layer
     draft, verify = [], []

@@ -170,6 +170,7 @@ def propose(slot: Slot) -> Proposal:
     target = slot.target
     # The round ends with a token of the target's own, so more proposals than this could never be used.
     k = min(slot.speculative_k, slot.text.most_proposals, target.verify_width - 1)
+    slot.sampler.start_round(slot.text.input_pos + 1)
     if slot.draft is None or k < 1:
         return Proposal(torch.empty(0, dtype=torch.int64, device=target.device))
     tokens, q = checked(slot.draft.propose(slot.text.last, slot.text.input_pos, k), slot.name, target)
