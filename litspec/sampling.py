@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from litspec.errors import InputError
+from litspec.arguments import checked, hints_of
+from litspec.config import check_sampling
 from litspec.noise import MASK, gumbel_noise, lowbias32
 from litspec.types import SamplerName
 
@@ -35,7 +36,7 @@ class Sampling:
         sampler: "rejection" keeps most proposals; "coupled" makes the text independent of drafter and k.
 
     Raises:
-        InputError: For a value outside its range.
+        InputError: For a value of another type or outside its range.
     """
 
     temperature: float = 1.0
@@ -44,14 +45,9 @@ class Sampling:
     sampler: SamplerName = "rejection"
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0 or self.temperature == float("inf"):
-            raise InputError(f"temperature must be a number of at least 0 (0 is greedy), got {self.temperature}")
-        if not 0 <= self.top_p <= 1:
-            raise InputError(f"top_p must be in [0, 1], got {self.top_p}")
-        if self.top_k is not None and self.top_k < 1:
-            raise InputError(f"top_k must be at least 1, or None for all tokens, got {self.top_k}")
-        if self.sampler not in ("rejection", "coupled"):
-            raise InputError(f"sampler must be 'rejection' or 'coupled', got {self.sampler!r}")
+        for name, hint in hints_of(Sampling).items():
+            object.__setattr__(self, name, checked(name, getattr(self, name), hint))
+        check_sampling(self.temperature, self.top_k, self.top_p)
 
     @property
     def greedy(self) -> bool:

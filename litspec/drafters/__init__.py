@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
+from litspec.config import check_drafter_choice
 from litspec.drafters.base import Drafter, DraftSession, Proposal
 from litspec.drafters.draft_model import DraftModel
 from litspec.drafters.early_exit import EarlyExit
@@ -60,13 +61,8 @@ def make_drafter(
             or a setting out of its range.
     """
     draft = getattr(placed, "draft_model", None)
+    check_drafter_choice(drafter)
     if not isinstance(drafter, str):
-        missing = [name for name in ("taps", "max_k", "step_bytes", "begin") if not hasattr(drafter, name)]
-        if missing:
-            raise InputError(
-                f"drafter must be one of {', '.join(get_args(DrafterName))}, or an object of the protocol in "
-                f"litspec.drafters; {type(drafter).__name__} lacks {', '.join(missing)}"
-            )
         return drafter
     if drafter == "auto":
         drafter = "draft_model" if draft is not None else "prompt_lookup"
@@ -77,15 +73,13 @@ def make_drafter(
         return PromptLookup(max_k, max_ngram=max_ngram, min_ngram=min_ngram)
     if drafter == "early_exit":
         return EarlyExit(placed.model, max_k=max_k, exit_layer=exit_layer)
-    if drafter == "draft_model":
-        if draft is None:
-            raise InputError("drafter 'draft_model' needs a draft model, but draft_dir is not given; name its folder.")
-        return DraftModel(
-            draft,
-            target_config=placed.model.config,
-            max_k=max_k,
-            vocab_size=pair.shared_vocab_size if pair is not None else None,
-            excluded=pair.excluded if pair is not None else (),
-            graphs=getattr(placed, "graphs", None),
-        )
-    raise InputError(f"drafter must be one of {', '.join(get_args(DrafterName))}, got {drafter!r}")
+    if draft is None:
+        raise InputError("drafter 'draft_model' needs a draft model, but draft_dir is not given; name its folder.")
+    return DraftModel(
+        draft,
+        target_config=placed.model.config,
+        max_k=max_k,
+        vocab_size=pair.shared_vocab_size if pair is not None else None,
+        excluded=pair.excluded if pair is not None else (),
+        graphs=getattr(placed, "graphs", None),
+    )
