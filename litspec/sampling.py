@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from litspec.errors import InputError
+from litspec.arguments import checked, hints_of
+from litspec.config import check_sampling
 from litspec.noise import gumbel_noise, position_keys, uniform_noise
 from litspec.types import SamplerName
 
@@ -32,7 +33,7 @@ class Sampling:
         sampler: "rejection" keeps most proposals; "coupled" makes the text independent of drafter and k.
 
     Raises:
-        InputError: For a value outside its range.
+        InputError: For a value of another type or outside its range.
     """
 
     temperature: float = 1.0
@@ -41,14 +42,9 @@ class Sampling:
     sampler: SamplerName = "rejection"
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0 or self.temperature == float("inf"):
-            raise InputError(f"temperature must be a number of at least 0 (0 is greedy), got {self.temperature}")
-        if not 0 <= self.top_p <= 1:
-            raise InputError(f"top_p must be in [0, 1], got {self.top_p}")
-        if self.top_k is not None and self.top_k < 1:
-            raise InputError(f"top_k must be at least 1, or None for all tokens, got {self.top_k}")
-        if self.sampler not in ("rejection", "coupled"):
-            raise InputError(f"sampler must be 'rejection' or 'coupled', got {self.sampler!r}")
+        for name, hint in hints_of(Sampling).items():
+            object.__setattr__(self, name, checked(name, getattr(self, name), hint))
+        check_sampling(self.temperature, self.top_k, self.top_p)
 
     @property
     def greedy(self) -> bool:
@@ -236,9 +232,7 @@ class Sampler:
         """The random numbers of positions (R,), (R, n)."""
         return torch.empty(positions.size(0), 0, device=positions.device)
 
-    def draw(
-        self, logits: torch.Tensor, position: int | Inputs
-    ) -> tuple[torch.Tensor, Distribution | None]:
+    def draw(self, logits: torch.Tensor, position: int | Inputs) -> tuple[torch.Tensor, Distribution | None]:
         """One token from one row.
 
         Args:
@@ -358,9 +352,7 @@ class Rejection(Sampler):
         column = (below <= uniform.unsqueeze(1) * below[:, -1:]).sum(-1)
         return column if weights.ids is None else weights.ids.gather(1, column.unsqueeze(1)).squeeze(1)
 
-    def draw(
-        self, logits: torch.Tensor, position: int | Inputs
-    ) -> tuple[torch.Tensor, Distribution]:
+    def draw(self, logits: torch.Tensor, position: int | Inputs) -> tuple[torch.Tensor, Distribution]:
         inputs = self._at(logits, position)
         distribution = processed(self.ban(logits, inputs), self.sampling)
         return self._draw(distribution, inputs.noise[:, 0]), distribution
@@ -378,7 +370,9 @@ class Rejection(Sampler):
         noise = inputs.noise
         finite = p.probs.isfinite().all()
         if m == 0:
-            return Verified(self._draw(p, noise[:, 2]), torch.zeros((), dtype=torch.int64, device=tokens.device), finite)
+            return Verified(
+                self._draw(p, noise[:, 2]), torch.zeros((), dtype=torch.int64, device=tokens.device), finite
+            )
 
         # Row i of p and q stands for proposal i, or for the token of the target's own in its place.
         proposed = tokens >= 0
@@ -409,8 +403,8 @@ class Rejection(Sampler):
         places = torch.arange(m + 1, device=tokens.device)
         accepted = ((noise[:m, 1] < share) * places[1:]).amax()
 
-        # The row behind the accepted part: p itself where nothing was refused, or where p and q are equal up to rounding
-        # and nothing is left over.
+        # The row behind the accepted part: p itself where nothing was refused, or where p and q are equal up to
+        # rounding and nothing is left over.
         own = p.row(accepted.view(1))
         refused = F.pad(residual * (left > 0).unsqueeze(1), (0, 0, 0, 1)).index_select(0, accepted.view(1))
         use = (accepted < proposed.sum()) & (refused.sum() > 0)

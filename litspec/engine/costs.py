@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -161,7 +162,7 @@ def _between(points: Sequence[tuple[int, float]]) -> Callable[[int], float]:
     """A function through some points, straight between them."""
 
     def at(x: int) -> float:
-        for (x0, y0), (x1, y1) in zip(points, points[1:]):
+        for (x0, y0), (x1, y1) in itertools.pairwise(points):
             if x <= x1 and x1 > x0:
                 return y0 + max(0.0, y1 - y0) * (x - x0) / (x1 - x0)
         return points[-1][1]

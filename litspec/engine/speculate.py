@@ -203,8 +203,8 @@ def checked(proposal: Proposal, drafter: str, target: TargetSession) -> Proposal
         raise InputError(f"The drafter {drafter} must report q as None or as a Distribution of probabilities (m, K).")
     if q.probs.size(0) < tokens.size(0) or (q.ids is not None and q.ids.shape != q.probs.shape):
         raise InputError(
-            f"The drafter {drafter} proposed {tokens.size(0)} tokens, so q must have as many rows of probabilities, and "
-            f"of ids where it is sparse; got probs of shape {tuple(q.probs.shape)} and ids of shape "
+            f"The drafter {drafter} proposed {tokens.size(0)} tokens, so q must have as many rows of "
+            f"probabilities, and of ids where it is sparse; got probs of shape {tuple(q.probs.shape)} and ids of shape "
             f"{None if q.ids is None else tuple(q.ids.shape)}."
         )
     vocab_size = target.config.padded_vocab_size
@@ -241,7 +241,7 @@ def verify(
 def _verify_group(
     slots: Sequence[Slot], proposals: Sequence[Proposal], cache: Slots, first: int, members: int, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`verify` for texts in neighbouring slots, in one forward: `members` of them from `first` on, idle ones included."""
+    """`verify` for texts among `members` neighbouring slots from `first` on, in one forward."""
     target = slots[0].target
     placed, device = target.placed, target.device
     buffers = cache.buffers(first, members)
@@ -253,10 +253,8 @@ def _verify_group(
         block[at, 0] = slot.text.last
         block[at, 1 : 1 + proposal.tokens.size(0)] = proposal.tokens
         places[at] = slot.text.input_pos
-    if members == 1:
-        input_pos = buffers.slots[places[0] : places[0] + 1]  # a number that is on the device already
-    else:
-        input_pos = torch.tensor(places, device=device)
+    # Of one text: a number that is on the device already.
+    input_pos = buffers.slots[places[0] :][:1] if members == 1 else torch.tensor(places, device=device)
     kv_length = buffers.bucket(max(slot.text.input_pos for slot in slots) + rows)
     step = Verification(target, tuple(slot.number - first for slot in slots), rows, kv_length, slots)
     q = [step.form(proposal.q, proposal.tokens, slot.sampler) for slot, proposal in zip(slots, proposals)]
@@ -390,7 +388,7 @@ def prepare(slot: Slot, cache: Slots) -> None:
 def _read(
     slots: Sequence[Slot], packed: torch.Tensor, next_ks: Callable[[list[int]], list[int]]
 ) -> dict[int, tuple[list[int], int]]:
-    """The one device-to-host read of a round: the tokens to commit, and how many were proposed, by the slot's number."""
+    """The one device-to-host read of a round: by slot, the tokens to commit and how many were proposed."""
     target = slots[0].target
     outcomes = target.placed.agree(packed, len(slots), next_ks)
     size = HEAD + target.verify_width
