@@ -95,8 +95,10 @@ def outcome(
     if tokens.size(0) and stops is not None:
         # What was proposed behind a stop is no part of the text and should not count as accepted.
         accepted = accepted.minimum(right_prefix(~(tokens.unsqueeze(1) == stops).any(1)) + 1)
-    ids_exist = ((tokens < logits.size(1)) & (tokens >= -1)).all()
-    head = torch.stack((accepted, verified.finite.long(), (tokens >= 0).sum(), ids_exist.long()))
+    given = tokens >= 0
+    # Of negative numbers only -1 stands for nothing, and behind it nothing else may come.
+    ids_exist = ((tokens < logits.size(1)) & (tokens >= -1)).all() & (right_prefix(given) == given.sum())
+    head = torch.stack((accepted, verified.finite.long(), given.sum(), ids_exist.long()))
     return torch.cat((head, F.pad(verified.tokens, (0, width - verified.tokens.size(0)))))
 
 
@@ -174,7 +176,8 @@ def propose(slot: Slot) -> Proposal:
     if slot.draft is None or k < 1:
         return Proposal(torch.empty(0, dtype=torch.int64, device=target.device))
     tokens, q = checked(slot.draft.propose(slot.text.last, slot.text.input_pos, k), slot.name, target)
-    return Proposal(tokens[:k], None if q is None else q.first(k))
+    tokens = tokens[:k]
+    return Proposal(tokens, None if q is None else q.first(tokens.size(0)))
 
 
 def checked(proposal: Proposal, drafter: str, target: TargetSession) -> Proposal:
@@ -399,7 +402,7 @@ def _read(
         if not ids_exist:
             slot.error = InputError(
                 f"The drafter {slot.name} proposed an id that the target does not have, behind position "
-                f"{slot.text.input_pos}; ids must be in [0, {target.config.padded_vocab_size})."
+                f"{slot.text.input_pos}; ids must be in [0, {target.config.padded_vocab_size}), and -1 only at the end."
             )
         elif not finite:
             slot.target.clear()
