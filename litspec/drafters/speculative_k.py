@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+# Of these every k is a sum. Each is a step to compile, so there are few.
+PIECES = (4, 2, 1)
+
 
 class SpeculativeK(Protocol):
     """Chooses k for one text, before each round.
@@ -145,7 +148,7 @@ class AdaptiveK:
         self._costs = costs.total
         self._acceptance = acceptance
         most = len(self._costs) - 1
-        self.pieces = tuple(sorted({most, *(piece for piece in (1, 2, 4) if piece < most)}, reverse=True))
+        self.pieces = tuple(piece for piece in PIECES if piece <= most)
 
     def speeds(self) -> list[float]:
         """Tokens per unit of cost, for k = 0, 1, ..., most; as estimated."""
