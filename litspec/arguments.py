@@ -28,6 +28,7 @@ _WORDS: dict[Any, str] = {
     str: "a string",
     Path: "a path",
     Any: "an object",
+    list[str]: "a list of strings",
     Sequence[str]: "a list of strings",
     Sequence[int]: "a list of whole numbers",
 }

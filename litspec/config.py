@@ -177,8 +177,8 @@ class GenerateConfig:
         default=None,
         metadata=_about(
             "texts",
-            "Of the random numbers; the same seed gives the same text. In Python None draws one from torch's global "
-            "generator.",
+            "Of the random numbers; the same seed gives the same text. In Python, where none is given, one is "
+            "drawn from torch's global generator.",
             flag=int,
         ),
     )
