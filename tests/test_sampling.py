@@ -353,7 +353,7 @@ def test_proposals_are_accepted_together_as_often_as_published_and_more_often_th
     together, one_by_one = block_rule(litgpt_probs(p, *kwargs), litgpt_probs(q, *kwargs))
     accepted = repeat(one, count).double()
     assert abs(accepted.mean() - together) < 4 * accepted.std() / math.sqrt(count)
-    assert together >= one_by_one
+    assert together >= one_by_one - 1e-6
 
 
 # Random numbers from counters

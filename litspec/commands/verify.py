@@ -130,7 +130,7 @@ def verify(
                 checks.append(_compare(llm, f"{mode}, {drafter}", prompts, alone, texts, chosen))
         checks += _rejection_checks(llm, drafters[0], prompts, sampled, seed, verify_width - 1, advance)
     if not quiet:
-        _print(checks, output_format)
+        _print(checks, llm.runner.rows(llm.placed.rows), output_format)
     return 0 if all(check.passed for check in checks) else 1
 
 
@@ -238,16 +238,18 @@ def _rejection_checks(
     return checks
 
 
-def _print(checks: list[Check], output_format: str) -> None:
+def _print(checks: list[Check], rows: tuple[int, ...], output_format: str) -> None:
     if output_format == "json":
         passed = all(check.passed for check in checks)
-        print(json.dumps({"passed": passed, "checks": [asdict(check) for check in checks]}))
+        print(json.dumps({"passed": passed, "rows": rows, "checks": [asdict(check) for check in checks]}))
         return
     from rich.console import Console
     from rich.table import Table
 
     # Wide enough when it goes to a file, where rich would otherwise fold at 80 columns.
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120)
+    found = ", ".join(map(str, rows))
+    console.print(f"Rows of a verification that have equal bits here (a round runs one of these): {found}.")
     table = Table("check", "result", "seen")
     for check in checks:
         table.add_row(check.name, "[green]passed[/]" if check.passed else "[red]FAILED[/]", check.detail)

@@ -20,7 +20,7 @@ class SpeculativeK(Protocol):
     """Chooses k for one text, before each round.
 
     Attributes:
-        pieces: Numbers of proposals to build compiled graphs for, of which every k that it may choose is a sum, or
+        pieces: Numbers of proposals to build compiled steps for, of which every k that it may choose is a sum, or
             falls a little short of one; the largest k among them. Empty where none is ever proposed.
     """
 

@@ -361,7 +361,7 @@ class Verification:
 
 
 def prepare(slot: Slot, cache: Slots) -> None:
-    """Builds the graphs that a text will need, where steps are compiled; before its prompt is read.
+    """Builds the compiled steps that a text will need; before its prompt is read.
 
     Raises:
         InputError: The compiler failed.
