@@ -26,7 +26,7 @@ from litspec.engine.runner import Runner
 from litspec.engine.target import Slots, TargetSession
 from litspec.errors import InputError
 from litspec.llm import Completion, SpecLLM
-from litspec.model.packed import GAINS, slows_one_row
+from litspec.model.packed import slows_one_row
 from litspec.sampling import Sampler, Sampling, make_sampler
 
 Choice = int | Literal["auto"]

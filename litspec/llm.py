@@ -7,12 +7,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
+from litspec.arguments import checked, spelled_out
 from litspec.checkpoint import PairReport, check_pair, open_checkpoint
+from litspec.config import GenerateConfig, LoadConfig, check_k
 from litspec.demo import DEMO_DRAFT, DEMO_TARGET
 from litspec.drafters import AdaptiveK, Drafter, FixedK, SpeculativeK, make_drafter
 from litspec.drafters.speculative_k import Acceptance, RoundCosts
@@ -28,7 +29,7 @@ from litspec.report import Piece, Pieces, Stats, make_stats, plot_acceptance, to
 from litspec.sampling import Rejection, Sampler, Sampling, make_sampler
 from litspec.stopping import FirstOf, StopStrings, StopTokens
 from litspec.text import TextCodec
-from litspec.types import DrafterName, DraftPlacementName, FinishReason, PlacementName, Quantize, SamplerName
+from litspec.types import DrafterName, FinishReason
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -127,7 +128,11 @@ class SpecLLM:
         self.placed = placed
         self.codec = codec
         self.drafter = drafter
-        self.notes = [*codec.notes, *(pair.notes if pair is not None else ()), *(drafter.notes if drafter is not None else ())]
+        self.notes = [
+            *codec.notes,
+            *(pair.notes if pair is not None else ()),
+            *(drafter.notes if drafter is not None else ()),
+        ]
         self._pair = pair
         self._embedded = embedded
         self._idle: Engine | None = None  # the last text's, kept for its memory and its prompt
@@ -137,60 +142,19 @@ class SpecLLM:
         self._lock = threading.Lock()
 
     @classmethod
-    def load(
-        cls,
-        checkpoint_dir: str | Path | None = None,
-        draft_dir: str | Path | None = None,
-        *,
-        drafter: DrafterName | Drafter = "auto",
-        accelerator: str = "auto",
-        devices: int | str = 1,
-        num_nodes: int = 1,
-        placement: PlacementName = "auto",
-        precision: str | None = None,
-        draft_precision: str | None = None,
-        draft_device: str | None = None,
-        draft_placement: DraftPlacementName = "replicated",
-        quantize: Quantize | None = None,
-        exit_layer: int | None = None,
-        verify_width: int = 8,
-        compile: bool = False,
-    ) -> SpecLLM:
+    @spelled_out(config=LoadConfig)
+    def load(cls, config: LoadConfig) -> SpecLLM:
         """Loads a target and its drafter.
 
         Args:
-            checkpoint_dir: Folder of the target in LitGPT's format, or its name below `checkpoints/`. None loads the
-                embedded demonstration pair.
-            draft_dir: Folder of the draft model.
-            drafter: Who drafts: "draft_model", "prompt_lookup", "early_exit", "none", or an object of the protocol in
-                `litspec.drafters`. "auto" is the draft model where there is one, else prompt lookup.
-            accelerator: As in Lightning Fabric, and so for `devices` and `num_nodes`.
-            devices: How many devices.
-            num_nodes: How many machines.
-            placement: "single", "tensor_parallel", "sequential" or "replicate"; "auto" is single where the pair fits
-                one device, else tensor_parallel.
-            precision: "bf16-true", "16-true" or "32-true"; None is bf16-true where the device has it, 32-true on a CPU.
-            draft_precision: The draft model's, None for the same.
-            draft_device: The draft model's device, None for the target's.
-            draft_placement: With "tensor_parallel", whether every rank holds the draft model whole ("replicated") or it
-                is cut like the target.
-            quantize: Quantize the target's linear layers with bitsandbytes, as in LitGPT.
-            exit_layer: Layers that draft, for "early_exit".
-            verify_width: Rows the target verifies at once, always, at least `speculative_k` + 1. The bits of the text
-                depend on it, so it is fixed when loading.
-            compile: Compile the steps (`torch.compile`), before the first token of the first text of its length: seconds to minutes once, for more tokens a second. Their bits are not those of uncompiled
-                steps, so where two tokens are nearly equal the text may be another; with and without a drafter it is
-                the same.
+            {config}
 
         Raises:
             InputError: A ValueError; a sentence about a folder, file or setting that cannot be used.
         """
-        if verify_width < 1:
-            raise InputError(f"verify_width must be at least 1, got {verify_width}")
+        checkpoint_dir, draft_dir, drafter = config.checkpoint_dir, config.draft_dir, config.drafter
         embedded = checkpoint_dir is None
-        if embedded:
-            if draft_dir is not None:
-                raise InputError("draft_dir is given without checkpoint_dir; name the target's folder too.")
+        if checkpoint_dir is None:
             checkpoint_dir = DEMO_TARGET
             draft_dir = DEMO_DRAFT if drafter in ("auto", "draft_model") else None
         target = open_checkpoint(checkpoint_dir, role="checkpoint_dir")
@@ -202,19 +166,19 @@ class SpecLLM:
         placed = place(
             target,
             draft,
-            accelerator=accelerator,
-            devices=devices,
-            num_nodes=num_nodes,
-            placement=placement,
-            precision=precision,
-            draft_precision=draft_precision,
-            draft_device=draft_device,
-            draft_placement=draft_placement,
-            quantize=quantize,
-            verify_width=verify_width,
-            compile=compile,
+            accelerator=config.accelerator,
+            devices=config.devices,
+            num_nodes=config.num_nodes,
+            placement=config.placement,
+            precision=config.precision,
+            draft_precision=config.draft_precision,
+            draft_device=config.draft_device,
+            draft_placement=config.draft_placement,
+            quantize=config.quantize,
+            verify_width=config.verify_width,
+            compile=config.compile,
         )
-        chosen = make_drafter(drafter, placed, pair=pair, exit_layer=exit_layer)
+        chosen = make_drafter(drafter, placed, pair=pair, exit_layer=config.exit_layer)
         return cls(placed, codec, chosen, pair, embedded)
 
     def with_drafter(
@@ -224,6 +188,8 @@ class SpecLLM:
 
         At another width the text may differ in its last bits, hence where two tokens are nearly equal.
         """
+        width = self.verify_width if verify_width is None else verify_width
+        LoadConfig(drafter=drafter, exit_layer=exit_layer, verify_width=width)  # checks them
         placed = self.placed if verify_width is None else replace(self.placed, verify_width=verify_width)
         chosen = make_drafter(drafter, placed, pair=self._pair, exit_layer=exit_layer)
         return SpecLLM(placed, self.codec, chosen, self._pair, self._embedded)
@@ -261,9 +227,7 @@ class SpecLLM:
         lines = [f"Target {config.name!r}, {dtype} on {self.placed.device}, verifying up to {self.verify_width} rows."]
         if self._embedded:
             lines.insert(0, "No checkpoint_dir given: this is the embedded demonstration pair.")
-        lines.append(
-            "No drafter: plain decoding." if self.drafter is None else f"Drafter: {self.drafter.name}."
-        )
+        lines.append("No drafter: plain decoding." if self.drafter is None else f"Drafter: {self.drafter.name}.")
         return "\n".join([*lines, *self.notes])
 
     @overload
@@ -273,39 +237,15 @@ class SpecLLM:
     @overload
     def generate(self, prompt: Sequence[str], *, stream: Literal[False] = ..., **settings: Any) -> list[Completion]: ...
 
+    @spelled_out(settings=GenerateConfig)
     def generate(
-        self,
-        prompt: str | Sequence[str],
-        *,
-        sys_prompt: str | None = None,
-        max_new_tokens: int = 50,
-        min_new_tokens: int = 0,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float = 1.0,
-        seed: int | None = None,
-        sampler: SamplerName = "rejection",
-        speculative_k: int | Literal["auto"] = "auto",
-        stop: str | Sequence[str] | None = None,
-        stream: bool = False,
-        index: int = 0,
+        self, prompt: str | Sequence[str], settings: GenerateConfig, *, stream: bool = False, index: int = 0
     ) -> Completion | TextStream | list[Completion]:
         """Generates the target's own text, sooner.
 
         Args:
             prompt: A prompt, to which the checkpoint's prompt style is applied; or several, one text each.
-            sys_prompt: System prompt, for prompt styles that have one.
-            max_new_tokens: Most tokens of the completion.
-            min_new_tokens: Until so many tokens, stop tokens have probability 0 and other stops are ignored.
-            temperature: Divides the logits; 0 is greedy.
-            top_k: Only the k most likely tokens; None for all.
-            top_p: Only the most likely tokens that hold this probability together; 0 is greedy.
-            seed: Of the text; the same seed gives the same text. None draws one from torch's global generator.
-            sampler: "rejection" accepts most and keeps the target's distribution; "coupled" makes a sampled text the
-                same for every drafter and every k, as a greedy text always is.
-            speculative_k: Proposals a round, 0 to `verify_width` - 1; "auto" chooses what pays. With the rejection
-                sampler a sampled text depends on k, so there "auto" looks at counts only, never at a clock.
-            stop: A string, or several, before the first of which the text ends.
+            {settings}
             stream: Return an iterator of pieces of the text instead.
             index: Of this text among many: with the seed it makes the text's own random stream. The texts of a list are
                 counted on from it.
@@ -313,24 +253,15 @@ class SpecLLM:
         Raises:
             InputError: A ValueError; for a setting out of range, or a prompt too long for the model.
         """
-        if not isinstance(prompt, Sequence):
-            raise InputError(f"prompt must be a string or a list of strings, got {prompt!r}")
+        prompt = checked("prompt", prompt, str | Sequence[str])
+        stream, index = checked("stream", stream, bool), checked("index", index, int)
         if not isinstance(prompt, str) and stream:
             raise InputError("stream=True takes one prompt, not a list; stream them one after the other.")
-        if seed is None:
-            seed = self.placed.share_int(int(torch.randint(2**62, ())))
-        settings = dict(
-            sys_prompt=sys_prompt,
-            max_new_tokens=max_new_tokens,
-            min_new_tokens=min_new_tokens,
-            sampling=Sampling(temperature, top_k, top_p, sampler),
-            seed=seed,
-            speculative_k=speculative_k,
-            stop=[stop] if isinstance(stop, str) else list(stop or ()),
-        )
+        if settings.seed is None:
+            settings = replace(settings, seed=self.placed.share_int(int(torch.randint(2**62, ()))))
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         # Checked and encoded now, so that a mistake shows here and not at the first piece.
-        streams = [TextStream(self._begin(text, index=index + i, **settings)) for i, text in enumerate(prompts)]
+        streams = [TextStream(self._begin(text, settings, index + i)) for i, text in enumerate(prompts)]
         if stream:
             return streams[0]
         completions = []
@@ -340,32 +271,14 @@ class SpecLLM:
             completions.append(text.completion)
         return completions[0] if isinstance(prompt, str) else completions
 
-    def _begin(
-        self,
-        prompt: str,
-        *,
-        sys_prompt: str | None,
-        max_new_tokens: int,
-        min_new_tokens: int,
-        sampling: Sampling,
-        seed: int,
-        index: int,
-        speculative_k: int | Literal["auto"],
-        stop: list[str],
-    ) -> Iterator[list[Piece] | Completion]:
+    def _begin(self, prompt: str, settings: GenerateConfig, index: int) -> Iterator[list[Piece] | Completion]:
         """Checks a request; the pieces of its text, then its `Completion`, come as they are asked for."""
-        if max_new_tokens < 1:
-            raise InputError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-        if not 0 <= min_new_tokens <= max_new_tokens:
-            raise InputError(f"min_new_tokens must be in [0, max_new_tokens = {max_new_tokens}], got {min_new_tokens}")
-        if speculative_k != "auto" and not (isinstance(speculative_k, int) and speculative_k >= 0):
-            raise InputError(f"speculative_k must be 'auto' or a whole number of at least 0, got {speculative_k!r}")
-        if speculative_k != "auto" and self.drafter is not None and speculative_k >= self.verify_width:
-            raise InputError(
-                f"speculative_k must be below verify_width, which is {self.verify_width}, got {speculative_k}; "
-                f"load with verify_width={speculative_k + 1}"
-            )
-        ids = self.codec.encode(prompt, sys_prompt).tolist()
+        if self.drafter is not None:
+            check_k(settings.speculative_k, self.verify_width)
+        max_new_tokens, min_new_tokens = settings.max_new_tokens, settings.min_new_tokens
+        sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, settings.sampler)
+        speculative_k = 0 if self.drafter is None else settings.speculative_k
+        ids = self.codec.encode(prompt, settings.sys_prompt).tolist()
         block_size = self.placed.model.config.block_size
         if len(ids) + max_new_tokens > block_size:
             raise InputError(
@@ -375,10 +288,12 @@ class SpecLLM:
         stop_tokens = self.codec.stop_tokens
         stop_ids = [sequence[0] for sequence in stop_tokens if len(sequence) == 1]
         tokens_stop = StopTokens(stop_tokens, ignore_first=min_new_tokens)
-        strings = StopStrings(stop, self.codec.detokenizer(after=ids), min_new_tokens) if stop else None
+        strings = (
+            StopStrings(settings.stop, self.codec.detokenizer(after=ids), min_new_tokens) if settings.stop else None
+        )
         sampler = make_sampler(
             sampling,
-            seed=text_seed(seed, index),
+            seed=text_seed(settings.seed, index),
             banned=stop_ids,
             banned_until=len(ids) + min_new_tokens if min_new_tokens else 0,
         )
@@ -473,7 +388,7 @@ class SpecLLM:
                 self._costs[Rejection,] = modelled(self.placed, self.drafter, most)
             return AdaptiveK(self._costs[Rejection,], Acceptance(most))
         if sampler.kind not in self._costs:
-            self._costs[sampler.kind] = engine.time_rounds(most, sampler)
+            self._costs[sampler.kind] = engine.time_rounds(self.drafter, most, sampler)
         return AdaptiveK(self._costs[sampler.kind], self._accepted.setdefault(sampler.kind, Acceptance(most)))
 
     def reserve(self, max_length: int) -> None:

@@ -18,7 +18,8 @@ Model = Callable[[torch.Tensor], torch.Tensor]
 
 def propose(draft: Model, text: list[int], k: int, sampler: Sampler) -> tuple[list[int], list]:
     """Draws k tokens from the draft, one after the other, and keeps what each was drawn from."""
-    proposal, q = [], []
+    proposal: list[int] = []
+    q = []
     for _ in range(k):
         logits = draft(torch.tensor(text + proposal))[-1:]
         token, distribution = sampler.draw(logits, len(text) + len(proposal))
@@ -42,6 +43,7 @@ def generate(
     while len(text) < end:
         # Propose: never more than could be used, as the round ends with a token of the target's own.
         m = min(k, end - len(text) - 1)
+        sampler.start_round(len(text))
         proposal, q = propose(draft, text, m, sampler)
         # Verify: one pass of the target over the text and the whole proposal.
         logits = target(torch.tensor(text + proposal))[len(text) - 1 :]

@@ -271,9 +271,7 @@ def _check_round(
             dtype = next(llm.placed.model.parameters()).dtype
             gap = float((_dense(first.q, vocabulary)[0] - _dense(other.q, vocabulary)[0]).abs().sum() / 2)
             if gap > TOLERANCE.get(dtype, 0.1):
-                problems.setdefault(
-                    what, f"{what}: {told}, its {name} proposals have distributions {gap:.3f} apart."
-                )
+                problems.setdefault(what, f"{what}: {told}, its {name} proposals have distributions {gap:.3f} apart.")
         elif not drawn and first.tokens.tolist() != other.tokens.tolist():
             problems.setdefault(
                 what,

@@ -7,150 +7,89 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import litgpt.model
 import pytest
 import torch
+from engines import (
+    COUPLED,
+    DRAFT,
+    GREEDY,
+    PROMPT,
+    REJECTION,
+    TARGET,
+    VOCAB,
+    complete,
+    disturbed,
+    gpt,
+    litgpt_model,
+    place,
+    proposed_and_accepted,
+    request,
+    tokens_of,
+)
 from host_reads import HostReads
 from laws import chi_square, follows
-from litgpt import Config
 
-from litspec import rounds
 from litspec.checkpoint import PairReport
-from litspec.engine.sequence import Block, decode
 from litspec.drafters import (
+    Cost,
     Drafter,
     DraftModel,
     DraftSession,
     EarlyExit,
+    LookupThenModel,
     PromptLookup,
     Proposal,
     make_drafter,
-    make_speculative_k,
 )
+from litspec.engine import speculate
+from litspec.engine.engine import Engine
+from litspec.engine.target import TargetSession
 from litspec.errors import InputError
 from litspec.model import GPT
-from litspec.placement import Single
-from litspec.rounds import Rounds, TargetSession
-from litspec.sampling import Sampling, make_sampler
-from litspec.stopping import StopTokens
+from litspec.sampling import Distribution, Sampling, make_sampler
 from litspec.testing import check_drafter
 
-VOCAB = 64
-PROMPT = [5, 9, 9, 7, 5, 9, 9, 7, 21, 5]
-GREEDY = Sampling(temperature=0)
-COUPLED = Sampling(temperature=0.8, top_k=20, sampler="coupled")
-REJECTION = Sampling(temperature=0.9)
-NAMES = ["draft_model", "prompt_lookup", "early_exit"]
+NAMES = ["draft_model", "prompt_lookup", "early_exit", "lookup_then_model"]
 
 
-def gpt(seed: int = 0, n_layer: int = 2, vocab: int = VOCAB, block_size: int = 512) -> GPT:
-    """A random Llama, whose logits are wide enough for text that does not repeat itself at once."""
-    config = Config(
-        block_size=block_size,
-        n_layer=n_layer,
-        n_embd=32,
-        n_head=4,
-        n_query_groups=2,
-        vocab_size=vocab,
-        padded_vocab_size=vocab,
-        rotary_percentage=1.0,
-        norm_class_name="RMSNorm",
-        mlp_class_name="LLaMAMLP",
-        intermediate_size=48,
-        bias=False,
-        parallel_residual=False,
-    )
-    model = GPT(config).eval().requires_grad_(False)
-    generator = torch.Generator().manual_seed(seed)
-    for name, p in model.named_parameters():
-        if p.dim() > 1:
-            scale = 1.0 if "wte" in name else 0.4
-            p.copy_(scale * torch.randn(p.shape, generator=generator))
-    return model
+class Toy(Drafter):
+    """A drafter made of a function from (token, input_pos, k) to a proposal."""
+
+    def __init__(self, propose: Any, name: str = "Toy") -> None:
+        self._propose = propose
+        self._name = name
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def start(self, target: TargetSession, max_length: int, sampler: Any) -> DraftSession:
+        return ToySession(self._propose)
 
 
-def disturbed(model: GPT, noise: float = 0.03) -> GPT:
-    """A draft that agrees with the model now and then."""
-    other = GPT(model.config).eval().requires_grad_(False)
-    generator = torch.Generator().manual_seed(1)
-    other.load_state_dict(
-        {name: p + noise * torch.randn(p.shape, generator=generator) for name, p in model.state_dict().items()}
-    )
-    return other
+class ToySession(DraftSession):
+    def __init__(self, propose: Any) -> None:
+        self._propose = propose
+
+    def propose(self, token: int, input_pos: int, k: int) -> Proposal:
+        return self._propose(token, input_pos, k)
 
 
-TARGET = gpt()
-DRAFT = disturbed(TARGET)
-
-
-def place(model: GPT = TARGET, draft: GPT | None = DRAFT, width: int = 8) -> Single:
-    return Single(model=model, draft_model=draft, device=torch.device("cpu"), verify_width=width)
-
-
-class Reckless:
+class Reckless(Drafter):
     """Proposes whatever, behind stops too, and nothing at times."""
 
-    taps = ()
-    max_k = 7
-    step_bytes = 1
-
-    def begin(self, target: TargetSession, max_length: int, sampler: Any) -> DraftSession:
+    def start(self, target: TargetSession, max_length: int, sampler: Any) -> DraftSession:
         rng = random.Random(0)
-        session = SimpleNamespace(extend=lambda *args: None)
-        session.propose = lambda token, input_pos, k: Proposal(
-            torch.tensor([rng.randrange(VOCAB) for _ in range(rng.randint(0, k))], dtype=torch.int64)
+        return ToySession(
+            lambda token, input_pos, k: Proposal(
+                torch.tensor([rng.randrange(VOCAB) for _ in range(rng.randint(0, k))], dtype=torch.int64)
+            )
         )
-        return session
-
-
-def complete(
-    drafter: Drafter | str,
-    sampling: Sampling,
-    *,
-    k: int | str = 4,
-    new: int = 40,
-    stops: Sequence[Sequence[int]] = (),
-    seed: int = 2**40 + 77,
-    prompt: Sequence[int] = PROMPT,
-    placed: Single | None = None,
-    target: TargetSession | None = None,
-    min_new: int = 0,
-) -> list[Block]:
-    placed = placed or place()
-    drafter = make_drafter(drafter, placed)
-    length = len(prompt) + new
-    stop_ids = [stop[0] for stop in stops if len(stop) == 1]
-    target = target or TargetSession(placed, length, stop_ids)
-    sampler = make_sampler(sampling, seed=seed, banned=stop_ids, banned_until=len(prompt) + min_new if min_new else 0)
-    draft = drafter.begin(target, length, sampler) if drafter is not None else None
-    text = Rounds(target, draft, sampler, make_speculative_k(k, placed, drafter, sampling))
-    return list(
-        decode(
-            lambda: text.prefill(prompt),
-            text.step,
-            prompt_size=len(prompt),
-            max_returned_tokens=length,
-            speculative_k=lambda: text.speculative_k,
-            stop=StopTokens(stops, ignore_first=min_new),
-        )
-    )
-
-
-def tokens_of(blocks: list[Block]) -> list[int]:
-    return [token for block in blocks for token in block.tokens]
-
-
-def proposed_and_accepted(blocks: list[Block]) -> tuple[int, int]:
-    return sum(block.proposed for block in blocks), sum(block.accepted for block in blocks)
 
 
 def argmax_alone(model: GPT, prompt: Sequence[int], new: int, n_layer: int | None = None) -> list[int]:
     """LitGPT's own model without a cache, a whole forward for each token."""
-    config = model.config
-    other = litgpt.model.GPT(config).eval()
-    other.load_state_dict(model.state_dict())
-    if n_layer is not None:
-        other.transformer.h = other.transformer.h[:n_layer]
+    other = litgpt_model(model, n_layer)
     tokens = list(prompt)
     with torch.inference_mode():
         for _ in range(new):
@@ -206,16 +145,12 @@ def test_rejection_texts_follow_the_target_s_law(drafter):
     model = gpt(seed=4, vocab=5)
     placed = place(model, disturbed(model, 0.1))
     prompt = [1, 2, 4, 1, 2]
-    target = TargetSession(placed, len(prompt) + 3)
-    blocks = [
-        complete(drafter, REJECTION, k=2, new=3, prompt=prompt, placed=placed, target=target, seed=seed)
-        for seed in range(800)
-    ]
+    engine = Engine(placed, make_drafter(drafter, placed), max_length=len(prompt) + 3)
+    blocks = [complete(drafter, REJECTION, k=2, new=3, prompt=prompt, engine=engine, seed=seed) for seed in range(800)]
     proposed, accepted = proposed_and_accepted([block for text in blocks for block in text])
     assert 0 < accepted < proposed, "a case that proves nothing"
     law = torch.zeros(5, 5, 5)
-    reference = litgpt.model.GPT(model.config).eval()
-    reference.load_state_dict(model.state_dict())
+    reference = litgpt_model(model)
     with torch.inference_mode():
         for a in range(5):
             for b in range(5):
@@ -229,7 +164,7 @@ def test_a_seed_gives_one_rejection_text_whatever_the_clock_says(drafter, monkey
     clock = random.Random(0)
     for k in (3, "auto"):
         first = tokens_of(complete(drafter, REJECTION, k=k))
-        monkeypatch.setattr(rounds, "time", SimpleNamespace(perf_counter=lambda: clock.uniform(0, 1e3)))
+        monkeypatch.setattr(speculate, "time", SimpleNamespace(perf_counter=lambda: clock.uniform(0, 1e3)))
         assert tokens_of(complete(drafter, REJECTION, k=k)) == first
         monkeypatch.undo()
         assert tokens_of(complete(drafter, REJECTION, k=k, seed=8)) != first
@@ -260,11 +195,12 @@ class Script:
     def __init__(self, drafter: Drafter, sampling: Sampling, tokens: Sequence[int], *, seed: int = 2**40) -> None:
         self.tokens = list(tokens)
         self.target = TargetSession(place(), 300)
-        self.session = drafter.begin(self.target, 300, make_sampler(sampling, seed=seed))
+        self.sampler = make_sampler(sampling, seed=seed)
+        self.session = drafter.start(self.target, 300, self.sampler)
         with torch.inference_mode():
             self.target.prefill(self.tokens[:-1])
-        self.session.extend(self.tokens[:-1], 0)
-        self.session.extend(self.tokens[-1:], len(self.tokens) - 1)
+        self.session.commit(self.tokens[:-1], 0)
+        self.session.commit(self.tokens[-1:], len(self.tokens) - 1)
 
     def propose(self, k: int) -> Proposal:
         return self.session.propose(self.tokens[-1], len(self.tokens) - 1, k)
@@ -275,7 +211,7 @@ class Script:
             self.target.verify(self.tokens[-1], position - 1, proposal.tokens)
         committed = [*proposal.tokens[:accepted].tolist(), own]
         self.tokens += committed
-        self.session.extend(committed, position)
+        self.session.commit(committed, position)
 
     def play(self, rng: random.Random, number: int) -> None:
         """Rounds of any k, none among them, of which any part is accepted."""
@@ -330,7 +266,10 @@ def test_greedy_drafts_are_what_litgpt_s_model_says(name, model, n_layer):
 )
 def test_tokens_are_drawn_from_the_distribution_that_is_reported(name, sampling):
     script = Script(drafters()[name], sampling, PROMPT)
-    drawn = [script.propose(1) for _ in range(4096)]
+    drawn = []
+    for seed in range(4096):
+        script.sampler.set_seed(seed)  # one seed has one token at one position
+        drawn.append(script.propose(1))
     q = drawn[0].q
     law = torch.zeros(VOCAB)
     law[torch.arange(VOCAB) if q.ids is None else q.ids[0]] = q.probs[0]
@@ -361,7 +300,7 @@ def test_two_open_texts_and_an_abandoned_one_do_not_disturb_each_other(name):
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, COUPLED, REJECTION, Sampling(top_k=9, top_p=0.7)])
-@pytest.mark.parametrize("name", ["draft_model", "early_exit"])
+@pytest.mark.parametrize("name", ["draft_model", "early_exit", "lookup_then_model"])
 def test_proposing_reads_nothing_to_the_host(name, sampling):
     script = Script(drafters()[name], sampling, PROMPT)
     with torch.inference_mode(), HostReads() as reads:
@@ -418,22 +357,22 @@ def test_nothing_runs_before_a_proposal_is_asked_for_and_then_the_rest_is_read_a
         script.commit(nothing, 0, token)
     assert forwards.all == 0
     script.commit(script.propose(3), 1, 3)
-    assert (forwards.prefill, forwards.verify) == (2, 2), "the prompt; the rest with the first draft; two more drafts"
+    assert (forwards.prefill, forwards.verify) == (2, 3), "the prompt, then the rest; three drafts"
     for token in range(12):
         script.commit(nothing, 0, token)
     script.propose(3)
-    assert (forwards.prefill, forwards.verify) == (3, 4)
+    assert (forwards.prefill, forwards.verify) == (3, 6)
 
 
 def test_the_first_token_does_not_wait_for_the_draft(monkeypatch):
     forwards = Forwards(DRAFT, monkeypatch)
     placed = place()
     drafter = make_drafter("draft_model", placed)
-    target, sampler = TargetSession(placed, 30), make_sampler(GREEDY, seed=0)
-    text = Rounds(target, drafter.begin(target, 30, sampler), sampler, make_speculative_k(2, placed, drafter, GREEDY))
-    token = text.prefill(PROMPT)
+    engine = Engine(placed, drafter, max_length=30)
+    engine.add(request(placed, drafter, GREEDY, k=2, new=20))
+    engine.step()
     assert forwards.all == 0
-    text.step(token, len(PROMPT), 2)
+    engine.step()
     assert forwards.all == 3
 
 
@@ -441,11 +380,12 @@ def test_the_next_text_need_not_read_the_same_prompt_again(monkeypatch):
     prompt = [(7 * i) % VOCAB for i in range(300)]
     forwards = Forwards(DRAFT, monkeypatch)
     drafter = drafters()["draft_model"]
+    placed = place()
 
     def propose(drafter: Drafter, tokens: list[int]) -> Proposal:
-        session = drafter.begin(TargetSession(place(), 512), 512, make_sampler(COUPLED, seed=2**40))
-        session.extend(tokens, 0)
-        session.extend([3], len(tokens))
+        session = drafter.start(TargetSession(placed, 512), 512, make_sampler(COUPLED, seed=2**40))
+        session.commit(tokens, 0)
+        session.commit([3], len(tokens))
         proposal = session.propose(3, len(tokens), 5)
         session.close()
         return proposal
@@ -466,13 +406,14 @@ def test_a_beginning_that_prompts_share_is_kept_up_to_a_border_between_chunks(mo
     forwards = Forwards(model, monkeypatch)
     prompt = [(7 * i) % VOCAB for i in range(1200)]
     laws = []
+    placed = place()
     for reuse in (True, False):
         drafter = DraftModel(model, target_config=TARGET.config, max_k=7)
         for tokens in [prompt, [*prompt[:1100], 1, 2, 3]] if reuse else [[*prompt[:1100], 1, 2, 3]]:
             before = forwards.prefilled
-            session = drafter.begin(TargetSession(place(), 64), 1400, make_sampler(REJECTION, seed=1))
-            session.extend(tokens, 0)
-            session.extend([3], len(tokens))
+            session = drafter.start(TargetSession(placed, 64), 1400, make_sampler(REJECTION, seed=1))
+            session.commit(tokens, 0)
+            session.commit([3], len(tokens))
             proposal = session.propose(3, len(tokens), 3)
             session.close()
         read = forwards.prefilled - before
@@ -488,14 +429,13 @@ def test_ids_that_mean_something_else_are_never_proposed_whatever_the_paddings()
         drafter = make_drafter("draft_model", placed, pair=pair)
         for sampling in (GREEDY, COUPLED, Sampling(temperature=50.0), Sampling(temperature=50.0, top_k=50)):
             target = TargetSession(placed, 300)
-            session = drafter.begin(target, 300, make_sampler(sampling, seed=2**40))
-            session.extend(PROMPT, 0)
+            session = drafter.start(target, 300, make_sampler(sampling, seed=2**40))
+            session.commit(PROMPT, 0)
             for _ in range(20):
                 tokens, q = session.propose(PROMPT[-1], len(PROMPT) - 1, 7)
                 assert all(token < 40 and token not in pair.excluded for token in tokens.tolist())
             if sampling.sampler == "rejection" and not sampling.greedy:
-                dense = q.probs if q.ids is None else torch.zeros(7, VOCAB).scatter(1, q.ids, q.probs)
-                assert dense.shape == (7, VOCAB)
+                dense = q.at(Distribution(torch.empty(7, VOCAB)))
                 assert dense[:, 40:].sum() == 0 and dense[:, pair.excluded].sum() == 0
                 torch.testing.assert_close(dense.sum(1), torch.ones(7))
 
@@ -531,6 +471,150 @@ def test_a_draft_in_another_precision_leaves_the_text_alone():
         assert accepted > proposed / 2
 
 
+# --- a model where the text has nothing to say ---------------------------------------------------------------------
+
+
+def test_lookup_then_model_asks_the_model_where_no_run_of_three_stands_earlier_in_the_text():
+    rng = random.Random(7)
+    looked_up = 0
+    for _ in range(40):
+        # Of few different tokens, so that runs are found now and then.
+        tokens = [rng.randrange(3) for _ in range(rng.randint(4, 12))]
+        last = tokens[-3:]
+        ends = [e for e in range(3, len(tokens)) if tokens[e - 3 : e] == last]
+        proposal = Script(drafters()["lookup_then_model"], GREEDY, tokens).propose(4)
+        if ends:
+            looked_up += 1
+            assert proposal.tokens.tolist()[:1] in [tokens[e : e + 1] for e in ends]
+        else:
+            assert proposal.tokens.tolist() == argmax_alone(DRAFT, tokens, 4)
+    assert 5 < looked_up < 35, "a case that proves nothing"
+
+
+def test_lookup_then_model_passes_on_what_is_the_model_s_own(monkeypatch):
+    class Watched(Reckless):
+        taps, max_k, notes = (1,), 5, ["Watch it."]
+
+        def __init__(self):
+            self.calls = []
+
+        def start(self, *args):
+            session = super().start(*args)
+            for name in ("commit", "prepare", "close"):
+                setattr(session, name, lambda *args, name=name: self.calls.append((name, *args)))
+            return session
+
+        def cost(self, k):
+            return Cost(10 * k, k)
+
+        def reserve(self, *args):
+            self.calls.append(("reserve", *args))
+
+    model = Watched()
+    both = LookupThenModel(PromptLookup(7), model)
+    assert (both.name, both.taps, both.max_k, both.notes) == ("lookup_then_model", (1,), 5, ["Watch it."])
+    assert both.cost(3) == Cost(30, 3)
+    placed = place()
+    both.reserve(9, placed.runner)
+    session = both.start(TargetSession(placed, 20), 20, make_sampler(GREEDY, seed=0))
+    hidden = torch.zeros(2, 32)
+    session.prepare((4,))
+    session.commit([1, 2], 0, hidden)
+    session.close()
+    assert model.calls == [("reserve", 9, placed.runner), ("prepare", (4,)), ("commit", [1, 2], 0, hidden), ("close",)]
+
+
+# --- drafters that break the protocol -----------------------------------------------------------------------------
+
+IDS = torch.tensor([1, 2, 3])
+TOO_FEW = Distribution(torch.full((2, VOCAB), 1 / VOCAB))
+BROKEN = {
+    "an id that is none": (Proposal(torch.tensor([3, VOCAB])), "an id that the target does not have.*in .0, 64"),
+    "an id far outside": (Proposal(torch.tensor([2**40])), "an id that the target does not have"),
+    "a negative id": (Proposal(torch.tensor([3, -2, 4])), "an id that the target does not have"),
+    "nothing in the middle": (Proposal(torch.tensor([3, -1, 4])), "an id that the target does not have"),
+    "a batch": (Proposal(IDS.unsqueeze(0)), r"whole numbers of shape \(m,\), got int64 of shape \(1, 3\)"),
+    "one number": (Proposal(torch.tensor(3)), r"whole numbers of shape \(m,\), got int64 of shape \(\)"),
+    "a list": (Proposal([1, 2, 3]), "must return a Proposal with a tensor of token ids, got a list"),
+    "a bare list": ([1, 2, 3], "must return a Proposal with a tensor of token ids, got a list"),
+    "none": (None, "must return a Proposal with a tensor of token ids, got a NoneType"),
+    "floats": (Proposal(IDS.float()), r"whole numbers of shape \(m,\), got float32"),
+    "truths": (Proposal(IDS > 1), r"whole numbers of shape \(m,\), got bool"),
+    "too few rows": (Proposal(IDS, TOO_FEW), r"proposed 3 tokens, so q must have as many rows.*\(2, 64\)"),
+    "q as a tensor": (Proposal(IDS, torch.full((3, VOCAB), 1 / VOCAB)), "must report q as None or as a Distribution"),
+    "too wide": (Proposal(IDS, Distribution(torch.full((3, 99), 1 / 99))), "q over 99 ids; .* vocabulary has 64"),
+    "ids without probabilities": (
+        Proposal(IDS, Distribution(torch.full((3, 4), 0.25), torch.zeros(3, 5, dtype=torch.int64))),
+        "as many rows of probabilities, and of ids where it is sparse",
+    ),
+}
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, COUPLED, REJECTION], ids=["greedy", "coupled", "rejection"])
+@pytest.mark.parametrize("proposal", BROKEN)
+def test_a_broken_proposal_is_refused_by_name_and_the_next_text_is_right(proposal, sampling):
+    said, sentence = BROKEN[proposal]
+    proposes = {"broken": True}
+    fair = Proposal(torch.tensor([4, 4, 4]))
+    drafter = Toy(lambda token, input_pos, k: said if proposes["broken"] else fair, "Ms. Wrong")
+    engine = Engine(place(), drafter, max_length=50)
+    with pytest.raises(InputError, match="drafter Ms. Wrong .*" + sentence):
+        complete(drafter, sampling, engine=engine)
+    assert len(engine) == 0
+    proposes["broken"] = False
+    plain = complete("none", sampling)
+    again = complete(drafter, sampling, engine=engine)
+    if sampling is REJECTION:  # there a proposal may change the text
+        plain = complete(drafter, sampling)
+    assert tokens_of(again) == tokens_of(plain)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, COUPLED, Sampling(top_k=9)], ids=["greedy", "coupled", "rejection"])
+def test_what_is_unusual_but_sound_is_taken(sampling):
+    plain = tokens_of(complete("none", sampling))
+    ids = torch.arange(9).expand(7, 9)
+    sparse = Distribution(torch.full((7, 9), 1 / 9), ids)
+    uniform = Distribution(torch.full((7, VOCAB), 1 / VOCAB, dtype=torch.float64))
+    for said in (
+        Proposal(torch.tensor([3, -1, -1])),
+        Proposal(torch.tensor([-1])),
+        Proposal(torch.tensor([3, 4], dtype=torch.int32)),
+        Proposal(torch.tensor([3, 4], dtype=torch.uint8)),
+        Proposal(torch.tensor([3] * 20)),  # more than were asked for
+        Proposal(torch.tensor([3, 4]), sparse),  # more rows than tokens
+        Proposal(torch.tensor([3, 4]), uniform),
+    ):
+        for k in (1, 4, 7):
+            text = tokens_of(complete(Toy(lambda token, input_pos, k, said=said: said), sampling, k=k))
+            assert len(text) == 40
+            if sampling in (GREEDY, COUPLED):
+                assert text == plain
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, COUPLED, REJECTION], ids=["greedy", "coupled", "rejection"])
+def test_what_a_drafter_does_with_the_tokens_it_is_given_does_not_reach_the_text(sampling):
+    class Greedy(ToySession):
+        def __init__(self, spoil):
+            super().__init__(lambda token, input_pos, k: Proposal(torch.tensor([token] * k)))
+            self.spoil = spoil
+
+        def commit(self, tokens, input_pos, hidden=None):
+            self.spoil(tokens)
+
+    class Spoiler(Drafter):
+        def __init__(self, spoil):
+            self.spoil = spoil
+
+        def start(self, *args):
+            return Greedy(self.spoil)
+
+    prompt = list(PROMPT)
+    fair = complete(Spoiler(lambda tokens: None), sampling, prompt=prompt)
+    for spoil in (lambda tokens: tokens.append(7), lambda tokens: tokens.clear(), lambda tokens: tokens.reverse()):
+        assert complete(Spoiler(spoil), sampling, prompt=prompt) == fair
+        assert prompt == PROMPT
+
+
 # --- choosing a drafter -----------------------------------------------------------------------------------------------
 
 
@@ -555,7 +639,7 @@ def test_an_object_of_the_protocol_is_taken_as_it_is():
     ("settings", "sentence"),
     [
         ({"drafter": "ngram"}, "drafter must be one of auto, .*, got 'ngram'"),
-        ({"drafter": object()}, "object lacks taps, max_k, step_bytes, begin"),
+        ({"drafter": object()}, "subclass of litspec.drafters.Drafter, got a object"),
         ({"drafter": "draft_model"}, "draft_dir is not given"),
         ({"drafter": "early_exit", "exit_layer": 3}, "between 1 and the target's 2 layers, got 3"),
         ({"drafter": "early_exit", "exit_layer": 0}, "between 1 and the target's 2 layers, got 0"),

@@ -574,7 +574,7 @@ def test_memory_does_not_creep_in_200_generations(tmp_path: Path) -> None:
         (dict(prompt=""), ["prompt", "no tokens"]),
         (dict(prompt="\ud83e"), ["prompt", "Unicode"]),
         (dict(prompt=5, stream=False), ["prompt", "5"]),
-        (dict(prompt=[5], stream=False), ["prompt", "int"]),
+        (dict(prompt=[5], stream=False), ["prompt", "string", "5"]),
     ],
 )
 def test_a_setting_that_cannot_be_used_is_named_before_anything_runs(

@@ -19,6 +19,7 @@ from torch import Tensor
 from litspec import noise as noise_module
 from litspec import sampling as sampling_module
 from litspec.errors import InputError
+from litspec.noise import position_keys, uniform_noise
 from litspec.sampling import (
     Coupled,
     Distribution,
@@ -27,13 +28,18 @@ from litspec.sampling import (
     Sampler,
     Sampling,
     concatenate,
-    gumbel_noise,
     make_sampler,
     processed,
     right_prefix,
 )
 
 VOCAB = 8
+
+
+def gumbel_noise(seed: int, positions: Tensor, ids: Tensor) -> Tensor:
+    return noise_module.gumbel_noise(position_keys(seed, positions), ids)
+
+
 SETTINGS = {
     "temperature": Sampling(temperature=0.7),
     "top_k": Sampling(top_k=3),
@@ -291,7 +297,7 @@ def test_a_draft_equal_to_the_target_is_always_accepted() -> None:
 
 def test_where_nothing_of_the_residual_is_left_the_target_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     # p and q are equal, and yet the proposal is refused, as rounding may bring about.
-    monkeypatch.setattr(sampling_module.torch, "rand", lambda m, **_: torch.full((m,), 2.0))
+    monkeypatch.setattr(Rejection, "_noise", lambda *_: torch.rand(2, 3) + torch.tensor([0.0, 2.0, 0.0]))
     torch.manual_seed(10)
     logits = table(1, VOCAB, seed=7)
     sampler = Rejection(Sampling())
@@ -301,6 +307,112 @@ def test_where_nothing_of_the_residual_is_left_the_target_decides(monkeypatch: p
         return sampler.verify((logits + zero).expand(2, -1), 0, torch.tensor([3]), q).tokens[0]
 
     assert follows(repeat(one, 50_000), q.probs[0])
+
+
+# Block verification
+
+
+def block_rule(p: Tensor, q: Tensor) -> tuple[float, float]:
+    """Tokens accepted of a proposal, expected: together, and one by one. By going through all proposals.
+
+    Algorithm 2 of Sun et al. 2024 (arXiv 2403.10444) and the rule of Leviathan et al. 2023, written down in loops, for
+    rows p (m + 1, V) and q (m, V) that do not depend on the tokens before.
+    """
+    p, q, m = p.double(), q.double(), len(q)
+    together = one_by_one = 0.0
+    for x in itertools.product(range(q.size(1)), repeat=m):
+        weight = math.prod(q[i, x[i]].item() for i in range(m))
+        if weight == 0:
+            continue
+        ratios = [(p[i, x[i]] / q[i, x[i]]).item() for i in range(m)]
+        one_by_one += weight * sum(math.prod(min(1.0, r) for r in ratios[: i + 1]) for i in range(m))
+        kept, share = 1.0, []
+        for i in range(m):
+            kept = min(1.0, kept * ratios[i])
+            left = (kept * p[i + 1] - q[i + 1]).clamp_min(0).sum().item() if i < m - 1 else 0.0
+            share.append(kept if i == m - 1 else left / (left + 1 - kept) if left + 1 - kept > 0 else 1.0)
+        together += weight * sum(1 - math.prod(1 - h for h in share[i:]) for i in range(m))
+    return together, one_by_one
+
+
+@each_setting
+@pytest.mark.parametrize("m", [2, 3])
+def test_proposals_are_accepted_together_as_often_as_published_and_more_often_than_one_by_one(
+    sampling: Sampling, m: int
+) -> None:
+    torch.manual_seed(8)
+    p, q = table(m + 1, VOCAB, seed=4), table(m, VOCAB, seed=5)
+    sampler, count = Rejection(sampling), 50_000
+
+    def one(zero: Tensor) -> Tensor:
+        drawn = [sampler.draw(q[i : i + 1] + zero, i) for i in range(m)]
+        tokens, rows = torch.cat([token for token, _ in drawn]), concatenate([row for _, row in drawn])
+        return sampler.verify(p + zero, 0, tokens, rows).accepted
+
+    kwargs = (sampling.temperature, sampling.top_k, sampling.top_p)
+    together, one_by_one = block_rule(litgpt_probs(p, *kwargs), litgpt_probs(q, *kwargs))
+    accepted = repeat(one, count).double()
+    assert abs(accepted.mean() - together) < 4 * accepted.std() / math.sqrt(count)
+    assert together >= one_by_one - 1e-6
+
+
+# Random numbers from counters
+
+
+@each_setting
+@pytest.mark.parametrize("seed", [0, 2**63 + 5])
+def test_a_seeded_round_has_the_law_of_the_target_over_positions(sampling: Sampling, seed: int) -> None:
+    # Rounds that follow each other in one text, each with two proposals.
+    p, q = table(3, VOCAB, seed=4), table(2, VOCAB, seed=5)
+    sampler, first, second = Rejection(sampling, seed=seed), [], []
+    for n in range(5_000):
+        sampler.start_round(3 * n)
+        drawn = [sampler.draw(q[i : i + 1], 3 * n + i) for i in range(2)]
+        tokens, rows = torch.cat([token for token, _ in drawn]), concatenate([row for _, row in drawn])
+        verified = sampler.verify(p, 3 * n, tokens, rows)
+        first.append(verified.tokens[0])
+        if verified.accepted:
+            second.append(verified.tokens[1])
+    laws = litgpt_probs(p, sampling.temperature, sampling.top_k, sampling.top_p)
+    assert follows(torch.stack(first), laws[0]) and follows(torch.stack(second), laws[1])
+
+
+def test_a_seeded_draw_has_the_law_of_the_model_over_seeds() -> None:
+    logits = table(1, VOCAB, seed=3)
+    law = litgpt_probs(logits, 1.0, None, 1.0)[0]
+    draws = torch.cat([Rejection(Sampling(), seed=seed).draw(logits, 17)[0] for seed in range(5_000)])
+    assert follows(draws, law)
+
+
+def test_uniform_numbers_are_uniform_and_independent_over_positions_purposes_and_seeds() -> None:
+    for seed in (0, 1234, -7, 2**40):
+        u = uniform_noise(position_keys(seed, torch.arange(50_000)), 3).double()
+        assert 0 <= u.min() and u.max() < 1
+        others = uniform_noise(position_keys(seed + 1, torch.arange(50_000)), 3).double()
+        for purpose in range(3):
+            assert stats.kstest(u[:, purpose].numpy(), "uniform").pvalue > ALPHA
+        for x, y in [(u[:, 0], u[:, 1]), (u[:, 1], u[:, 2]), (u[1:, 0], u[:-1, 0]), (u[1:, 1], u[:-1, 2]), (u, others)]:
+            # Independent: the correlation is normal with deviation 1 / sqrt(n).
+            assert abs(((x - 0.5) * (y - 0.5)).mean() * 12) * math.sqrt(x.numel()) < 4.5
+
+
+@pytest.mark.parametrize("sampler", [Rejection, Coupled])
+def test_nothing_but_seed_and_position_decides_a_draw(sampler: type[Sampler]) -> None:
+    logits = table(40, VOCAB, seed=3)
+    in_order = [sampler(Sampling(), seed=3).draw(row.view(1, -1), 700 + i)[0] for i, row in enumerate(logits)]
+    used = sampler(Sampling(), seed=3)
+    for i in torch.randperm(200, generator=torch.Generator().manual_seed(0)).tolist():
+        used.draw(logits[:1], i)
+    backwards = [used.draw(logits[i : i + 1], 700 + i)[0] for i in reversed(range(40))]
+    assert torch.equal(torch.cat(in_order), torch.cat(backwards[::-1]))
+
+
+def test_a_uniform_number_next_to_1_draws_a_token_that_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise_module, "lowbias32", lambda x: x * 0 + 2**32 - 1)
+    for seed in range(20):
+        logits = table(1, 5_000, seed=seed)
+        logits[0, 4_000:] = -math.inf
+        assert Rejection(Sampling(), seed=1).draw(logits, 0)[0].item() == 3_999
 
 
 # The checks can fail
@@ -322,8 +434,8 @@ def test_the_check_sees_a_bias_of_two_percent() -> None:
 
 @each_setting
 def test_a_rule_that_accepts_too_easily_fails(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = torch.rand
-    monkeypatch.setattr(sampling_module.torch, "rand", lambda *args, **kwargs: 0.85 * real(*args, **kwargs))
+    easy = torch.tensor([1.0, 0.85, 1.0])
+    monkeypatch.setattr(Rejection, "_noise", lambda self, device, position, rows: torch.rand(rows, 3) * easy)
     torch.manual_seed(5)
     sampler = Rejection(sampling)
     assert not follows(two_tokens(sampler, honest(sampler), 50_000), law_of_two_tokens(sampling))
@@ -490,7 +602,7 @@ def test_the_lowest_id_wins_a_tie(monkeypatch: pytest.MonkeyPatch) -> None:
     logits[:, 50] = -1
     logits[:, 7] = -1
     assert Greedy(Sampling(0)).draw(logits[:1], 0)[0].tolist() == [0]
-    monkeypatch.setattr(sampling_module, "gumbel_noise", lambda seed, positions, ids: torch.zeros(ids.shape))
+    monkeypatch.setattr(sampling_module, "gumbel_noise", lambda keys, ids: torch.zeros(ids.shape))
     for sampling in (Sampling(0.7), Sampling(0.7, top_k=62), Sampling(0.7, top_k=62, top_p=0.999)):
         survivors = processed(logits[:1], sampling)
         kept = dense(survivors, 64)[0].nonzero().flatten()
@@ -503,7 +615,7 @@ def test_the_lowest_id_wins_a_tie(monkeypatch: pytest.MonkeyPatch) -> None:
 def samplers(sampling: Sampling = SETTINGS["all three"], **kwargs: object) -> dict[str, Sampler]:
     return {
         "greedy": Greedy(Sampling(0), **kwargs),
-        "rejection": Rejection(sampling, **kwargs, generator=torch.Generator().manual_seed(1)),
+        "rejection": Rejection(sampling, **kwargs, seed=1),
         "coupled": Coupled(sampling, **kwargs, seed=1),
     }
 

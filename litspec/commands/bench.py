@@ -4,36 +4,30 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from typing import Any, Literal
 
-from litspec.types import BenchDrafterName, PlacementName, Precision, SamplerName
+from litspec.arguments import spelled_out
+from litspec.config import FLAG_DEFAULTS, GenerateConfig, LoadConfig
+from litspec.types import BenchDrafterName
 
 
+@spelled_out(
+    flags=True,
+    without=("drafter", "draft_placement", "quantize", "sys_prompt", "min_new_tokens", "speculative_k", "stop"),
+    defaults=FLAG_DEFAULTS | {"temperature": 0.0, "max_new_tokens": 64},
+    load=LoadConfig,
+    settings=GenerateConfig,
+)
 def bench(
-    checkpoint_dir: str | None = None,
-    draft_dir: str | None = None,
+    load: LoadConfig,
     *,
     drafter: BenchDrafterName = "all",
     prompts_file: str | None = None,
     speculative_k: str = "1,2,4,7,auto",
-    max_new_tokens: int = 64,
     repeats: int = 5,
-    temperature: float = 0.0,
-    top_k: int | None = 50,
-    top_p: float = 1.0,
-    sampler: SamplerName = "rejection",
-    seed: int = 1234,
+    settings: GenerateConfig,
     simulate_acceptance: float | None = None,
-    exit_layer: int | None = None,
-    verify_width: int = 8,
-    accelerator: str = "auto",
-    devices: int | str = 1,
-    num_nodes: int = 1,
-    placement: PlacementName = "auto",
-    precision: Precision | None = None,
-    draft_precision: Precision | None = None,
-    draft_device: str | None = None,
-    compile: bool = False,
     output_format: Literal["text", "json"] = "text",
     plot: str | None = None,
 ) -> int:
@@ -44,33 +38,16 @@ def bench(
     defaults that is about a minute for the embedded pair on two cores, and more where other work wants them.
 
     Args:
-        checkpoint_dir: Folder of the target in LitGPT's format, or its name below checkpoints/. Without it the embedded
-            demonstration pair is measured.
-        draft_dir: Folder of the draft model.
+        {load}
         drafter: Which drafter to measure; all measures the draft model (where there is one), prompt_lookup and
             early_exit.
         prompts_file: Text file with a prompt on each line; by default three are built in.
         speculative_k: Proposals a round, a list with commas: whole numbers below verify_width, or auto.
-        max_new_tokens: Tokens of each text.
         repeats: How often everything is measured.
-        temperature: Divides the logits; 0 is greedy.
-        top_k: Only the k most likely tokens; null for all.
-        top_p: Only the most likely tokens that hold this probability together.
-        sampler: rejection or coupled, where the temperature is above 0.
-        seed: Of the texts.
+        {settings}
         simulate_acceptance: Propose the target's own text, with this share of right tokens, at each drafter's cost:
             what a draft of that quality would bring here. Each proposal is right with this probability where those
             before it in its round were. Greedy or coupled only.
-        exit_layer: Layers that draft in early_exit; a quarter of them by default.
-        verify_width: Rows the target verifies at once.
-        accelerator: As in Lightning Fabric: auto, cpu, cuda, mps.
-        devices: How many devices, or auto for all.
-        num_nodes: How many machines.
-        placement: Where the weights live.
-        precision: Of the target's weights; by default bf16-true on a GPU that has it, 32-true on a CPU.
-        draft_precision: Of the draft model's weights; by default the target's.
-        draft_device: Device of the draft model; by default the target's.
-        compile: Measure compiled steps, plain decoding's as well.
         output_format: text prints tables, json one object.
         plot: File for a picture of the speeds, such as bench.png.
     """
@@ -85,11 +62,12 @@ def bench(
     from litspec.placement import process_rank
     from litspec.sampling import Sampling
 
+    verify_width, max_new_tokens = load.verify_width, settings.max_new_tokens
     # Whatever can be found wrong is found before anything is loaded, let alone measured.
     if verify_width < 2:
         raise InputError(f"verify_width must be at least 2, or there is nothing to propose, got {verify_width}")
     ks = _parse_ks(speculative_k, verify_width)
-    sampling = Sampling(temperature, top_k, top_p, sampler)
+    sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, settings.sampler)
     if repeats < 1:
         raise InputError(f"repeats must be at least 1, got {repeats}")
     if max_new_tokens < 8:
@@ -97,35 +75,20 @@ def bench(
     if simulate_acceptance is not None:
         if not 0 <= simulate_acceptance <= 1:
             raise InputError(f"simulate_acceptance must be in [0, 1], got {simulate_acceptance}")
-        if not (sampling.greedy or sampler == "coupled"):
+        if not (sampling.greedy or sampling.sampler == "coupled"):
             raise InputError(
                 "simulate_acceptance needs a text that does not depend on the drafter: --temperature 0 or "
-                f"--sampler coupled, got temperature {temperature} with the rejection sampler"
+                f"--sampler coupled, got temperature {sampling.temperature} with the rejection sampler"
             )
     prompts = list(PROMPTS[:3]) if prompts_file is None else read_prompts(prompts_file)
     if plot is not None and process_rank() == 0:
         check_plot(plot)
 
-    where: dict[str, Any] = dict(
-        accelerator=accelerator,
-        devices=devices,
-        num_nodes=num_nodes,
-        placement=placement,
-        precision=precision,
-        compile=compile,
-    )
-    llm = SpecLLM.load(
-        checkpoint_dir,
-        draft_dir,
-        drafter="auto" if drafter == "all" else drafter,
-        exit_layer=exit_layer,
-        verify_width=verify_width,
-        draft_precision=draft_precision,
-        draft_device=draft_device,
-        **where,
-    )
-    plain = plain_decoder(llm, lambda: SpecLLM.load(checkpoint_dir, drafter="none", verify_width=1, **where))
-    if compile and llm.placed.is_rank_zero:
+    given = replace(load, drafter="auto" if drafter == "all" else drafter)
+    alone = replace(load, draft_dir=None, drafter="none", verify_width=1, draft_precision=None, draft_device=None)
+    llm = SpecLLM.load(**vars(given))
+    plain = plain_decoder(llm, lambda: SpecLLM.load(**vars(alone)))
+    if load.compile and llm.placed.is_rank_zero:
         announce_compiling(llm.runner)
     names: list[Any] = [drafter]
     if drafter == "all":
@@ -155,8 +118,8 @@ def bench(
             sampling=sampling,
             max_new_tokens=max_new_tokens,
             repeats=repeats,
-            exit_layer=exit_layer,
-            seed=seed,
+            exit_layer=load.exit_layer,
+            seed=settings.seed,
             simulate_acceptance=simulate_acceptance,
             progress=lambda done, total: bar.update(task, completed=done, total=total, refresh=True),
         )

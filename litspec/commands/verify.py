@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from litspec.types import PlacementName, Precision
+from litspec.arguments import spelled_out
+from litspec.config import FLAG_DEFAULTS, GenerateConfig, LoadConfig
 
 # Openings that any language model can go on from.
 PROMPTS = (
@@ -56,26 +57,27 @@ class Check:
     differences: list[Difference]
 
 
+@spelled_out(
+    flags=True,
+    without=(
+        "drafter",
+        "draft_placement",
+        "quantize",
+        "sys_prompt",
+        "min_new_tokens",
+        "sampler",
+        "speculative_k",
+        "stop",
+    ),
+    defaults=FLAG_DEFAULTS | {"max_new_tokens": 128},
+    load=LoadConfig,
+    settings=GenerateConfig,
+)
 def verify(
-    checkpoint_dir: str | None = None,
-    draft_dir: str | None = None,
+    load: LoadConfig,
     *,
     prompts_file: str | None = None,
-    max_new_tokens: int = 128,
-    temperature: float = 0.8,
-    top_k: int | None = 50,
-    top_p: float = 1.0,
-    seed: int = 1234,
-    exit_layer: int | None = None,
-    verify_width: int = 8,
-    accelerator: str = "auto",
-    devices: int | str = 1,
-    num_nodes: int = 1,
-    placement: PlacementName = "auto",
-    precision: Precision | None = None,
-    draft_precision: Precision | None = None,
-    draft_device: str | None = None,
-    compile: bool = False,
+    settings: GenerateConfig,
     output_format: Literal["text", "json"] = "text",
 ) -> int:
     """Prove on your own pair that speculation changes the speed, never the text.
@@ -85,53 +87,28 @@ def verify(
     table models, and the drafter's reported distribution against what it draws. Exits 0 where all is well, else 1.
 
     Args:
-        checkpoint_dir: Folder of the target in LitGPT's format, or its name below checkpoints/. Without it the embedded
-            demonstration pair is verified.
-        draft_dir: Folder of the draft model; without it the other drafters are verified.
+        {load}
         prompts_file: Text file with a prompt on each line; by default a few are built in.
-        max_new_tokens: Tokens of each text.
-        temperature: Of the sampled checks.
-        top_k: Of the sampled checks; null for all tokens.
-        top_p: Of the sampled checks, in [0, 1].
-        seed: Of the random numbers.
-        exit_layer: Layers that draft in early_exit; a quarter of them by default.
-        verify_width: Rows the target verifies at once.
-        accelerator: As in Lightning Fabric: auto, cpu, cuda, mps.
-        devices: How many devices, or auto for all.
-        num_nodes: How many machines.
-        placement: Where the weights live.
-        precision: Of the target's weights; by default bf16-true on a GPU that has it, 32-true on a CPU.
-        draft_precision: Of the draft model's weights; by default the target's.
-        draft_device: Device of the draft model; by default the target's.
-        compile: Verify compiled steps.
+        {settings}
         output_format: text prints a table, json one object.
     """
+    from litspec.errors import InputError
+
+    verify_width, seed = load.verify_width, settings.seed
+    if verify_width < 2:
+        raise InputError(f"verify_width must be at least 2, or there is nothing to verify, got {verify_width}")
+    prompts = read_prompts(prompts_file)
+
     from rich.console import Console
     from rich.progress import Progress
 
-    from litspec.errors import InputError
     from litspec.llm import SpecLLM
 
-    if verify_width < 2:
-        raise InputError(f"verify_width must be at least 2, or there is nothing to verify, got {verify_width}")
-    llm = SpecLLM.load(
-        checkpoint_dir,
-        draft_dir,
-        verify_width=verify_width,
-        accelerator=accelerator,
-        devices=devices,
-        num_nodes=num_nodes,
-        placement=placement,
-        precision=precision,
-        draft_precision=draft_precision,
-        draft_device=draft_device,
-        compile=compile,
-    )
-    prompts = read_prompts(prompts_file)
+    llm = SpecLLM.load(**vars(load))
     drafters = ["prompt_lookup", "early_exit"]
     if llm.placed.draft_model is not None:
         drafters.insert(0, "draft_model")
-    sampled = dict(temperature=temperature, top_k=top_k, top_p=top_p)
+    sampled = dict(temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p)
     modes = {"greedy": dict(temperature=0.0), "coupled": dict(sampler="coupled", **sampled)}
 
     console = Console(stderr=True)
@@ -144,16 +121,16 @@ def verify(
         def advance() -> None:
             progress.advance(task)
 
-        for mode, settings in modes.items():
-            settings = dict(settings, max_new_tokens=max_new_tokens, seed=seed)
-            alone = _decode(llm.with_drafter("none"), prompts, settings, advance)
+        for mode, chosen in modes.items():
+            chosen = dict(chosen, max_new_tokens=settings.max_new_tokens, seed=seed)
+            alone = _decode(llm.with_drafter("none"), prompts, chosen, advance)
             for drafter in drafters:
-                with_drafter = llm.with_drafter(drafter, exit_layer=exit_layer)
-                texts = _decode(with_drafter, prompts, settings | {"speculative_k": verify_width - 1}, advance)
-                checks.append(_compare(llm, f"{mode}, {drafter}", prompts, alone, texts, settings))
+                with_drafter = llm.with_drafter(drafter, exit_layer=load.exit_layer)
+                texts = _decode(with_drafter, prompts, chosen | {"speculative_k": verify_width - 1}, advance)
+                checks.append(_compare(llm, f"{mode}, {drafter}", prompts, alone, texts, chosen))
         checks += _rejection_checks(llm, drafters[0], prompts, sampled, seed, verify_width - 1, advance)
     if not quiet:
-        _print(checks, output_format)
+        _print(checks, llm.runner.rows(llm.placed.rows), output_format)
     return 0 if all(check.passed for check in checks) else 1
 
 
@@ -200,8 +177,8 @@ def _difference(llm: Any, number: int, prompt: str, a: list[int], b: list[int], 
     """Finds the first token that differs and asks the target how sure it was there."""
     import torch
 
-    from litspec.llm import text_seed
     from litspec.engine.target import TargetSession
+    from litspec.llm import text_seed
     from litspec.noise import gumbel_noise, position_keys
     from litspec.sampling import Sampling
 
@@ -261,16 +238,18 @@ def _rejection_checks(
     return checks
 
 
-def _print(checks: list[Check], output_format: str) -> None:
+def _print(checks: list[Check], rows: tuple[int, ...], output_format: str) -> None:
     if output_format == "json":
         passed = all(check.passed for check in checks)
-        print(json.dumps({"passed": passed, "checks": [asdict(check) for check in checks]}))
+        print(json.dumps({"passed": passed, "rows": rows, "checks": [asdict(check) for check in checks]}))
         return
     from rich.console import Console
     from rich.table import Table
 
     # Wide enough when it goes to a file, where rich would otherwise fold at 80 columns.
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120)
+    found = ", ".join(map(str, rows))
+    console.print(f"Rows of a verification that have equal bits here (a round runs one of these): {found}.")
     table = Table("check", "result", "seen")
     for check in checks:
         table.add_row(check.name, "[green]passed[/]" if check.passed else "[red]FAILED[/]", check.detail)

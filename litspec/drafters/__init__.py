@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
+from litspec.config import check_drafter_choice
 from litspec.drafters.base import Cost, Drafter, DraftSession, Proposal
 from litspec.drafters.composite import LookupThenModel
 from litspec.drafters.draft_model import DraftModel
@@ -66,12 +67,8 @@ def make_drafter(
         InputError: For an unknown name, an object that is no drafter, a draft model that was not loaded, or a setting
             out of its range.
     """
+    check_drafter_choice(drafter)
     if not isinstance(drafter, str):
-        if not isinstance(drafter, Drafter):
-            raise InputError(
-                f"drafter must be one of {', '.join(get_args(DrafterName))}, or an object of a subclass of "
-                f"litspec.drafters.Drafter, got a {type(drafter).__name__}"
-            )
         return drafter
     max_k = placed.verify_width - 1
 
@@ -107,6 +104,4 @@ def make_drafter(
         "early_exit": early_exit,
         "none": none,
     }
-    if drafter not in makers:
-        raise InputError(f"drafter must be one of {', '.join(get_args(DrafterName))}, got {drafter!r}")
     return makers[drafter]()

@@ -103,7 +103,7 @@ class DraftModelSession(DraftSession):
     """One text, see `drafters.DraftSession`.
 
     Refused drafts are undone by doing nothing: what stands in the cache behind the committed tokens is masked until it
-    is overwritten. Nothing runs before the first proposal is asked for, and nothing runs only to fill the cache.
+    is overwritten. Nothing runs before a proposal is asked for; what plain rounds added until then is read at once.
     """
 
     def __init__(self, drafter: DraftModel, target: TargetSession, max_length: int, sampler: Sampler) -> None:

@@ -12,12 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+# Of these every k is a sum. Each is a step to compile, so there are few.
+PIECES = (4, 2, 1)
+
 
 class SpeculativeK(Protocol):
     """Chooses k for one text, before each round.
 
     Attributes:
-        pieces: Numbers of proposals to build compiled graphs for, of which every k that it may choose is a sum, or
+        pieces: Numbers of proposals to build compiled steps for, of which every k that it may choose is a sum, or
             falls a little short of one; the largest k among them. Empty where none is ever proposed.
     """
 
@@ -43,7 +46,7 @@ class FixedK:
 
     def __init__(self, k: int) -> None:
         self._k = k
-        self.pieces = (k,) if k else ()
+        self.pieces: tuple[int, ...] = (k,) if k else ()
 
     def choose(self) -> int:
         return self._k
@@ -145,7 +148,7 @@ class AdaptiveK:
         self._costs = costs.total
         self._acceptance = acceptance
         most = len(self._costs) - 1
-        self.pieces = tuple(sorted({most, *(piece for piece in (1, 2, 4) if piece < most)}, reverse=True))
+        self.pieces = tuple(piece for piece in PIECES if piece <= most)
 
     def speeds(self) -> list[float]:
         """Tokens per unit of cost, for k = 0, 1, ..., most; as estimated."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ def modelled(placed: Placed, drafter: Drafter, most: int) -> RoundCosts:
     """
     machine = GPU
     if placed.device.type == "cpu":
-        machine = CPU if placed.model.transformer.wte.weight.dtype is torch.float32 else CPU_16
+        machine = CPU if next(placed.model.parameters()).dtype is torch.float32 else CPU_16
     rows = placed.runner.rows(placed.rows)
     weight_bytes, n_layer = step_bytes(placed.model), placed.model.config.n_layer
     draft, verify = [], []
@@ -161,7 +162,7 @@ def _between(points: Sequence[tuple[int, float]]) -> Callable[[int], float]:
     """A function through some points, straight between them."""
 
     def at(x: int) -> float:
-        for (x0, y0), (x1, y1) in zip(points, points[1:]):
+        for (x0, y0), (x1, y1) in itertools.pairwise(points):
             if x <= x1 and x1 > x0:
                 return y0 + max(0.0, y1 - y0) * (x - x0) / (x1 - x0)
         return points[-1][1]

@@ -139,14 +139,15 @@ class Engine:
             self._running[number] = handle, request, slot
             prepare(slot, self._cache)
 
-    def time_rounds(self, most: int, sampler: Sampler) -> RoundCosts:
+    def time_rounds(self, drafter: Drafter, most: int, sampler: Sampler) -> RoundCosts:
         """Measures what rounds cost, while no text runs.
 
         Args:
+            drafter: Who drafts.
             most: Largest k.
             sampler: How tokens are chosen.
         """
-        return timed(self._cache, self._drafter, most, sampler)
+        return timed(self._cache, drafter, most, sampler)
 
     def _open(self, request: Request, number: int) -> Slot:
         """A text in a slot, of which nothing has been read."""

@@ -95,8 +95,10 @@ def outcome(
     if tokens.size(0) and stops is not None:
         # What was proposed behind a stop is no part of the text and should not count as accepted.
         accepted = accepted.minimum(right_prefix(~(tokens.unsqueeze(1) == stops).any(1)) + 1)
-    ids_exist = ((tokens < logits.size(1)) & (tokens >= -1)).all()
-    head = torch.stack((accepted, verified.finite.long(), (tokens >= 0).sum(), ids_exist.long()))
+    given = tokens >= 0
+    # Of negative numbers only -1 stands for nothing, and behind it nothing else may come.
+    ids_exist = ((tokens < logits.size(1)) & (tokens >= -1)).all() & (right_prefix(given) == given.sum())
+    head = torch.stack((accepted, verified.finite.long(), given.sum(), ids_exist.long()))
     return torch.cat((head, F.pad(verified.tokens, (0, width - verified.tokens.size(0)))))
 
 
@@ -170,10 +172,12 @@ def propose(slot: Slot) -> Proposal:
     target = slot.target
     # The round ends with a token of the target's own, so more proposals than this could never be used.
     k = min(slot.speculative_k, slot.text.most_proposals, target.verify_width - 1)
+    slot.sampler.start_round(slot.text.input_pos + 1)
     if slot.draft is None or k < 1:
         return Proposal(torch.empty(0, dtype=torch.int64, device=target.device))
     tokens, q = checked(slot.draft.propose(slot.text.last, slot.text.input_pos, k), slot.name, target)
-    return Proposal(tokens[:k], None if q is None else q.first(k))
+    tokens = tokens[:k]
+    return Proposal(tokens, None if q is None else q.first(tokens.size(0)))
 
 
 def checked(proposal: Proposal, drafter: str, target: TargetSession) -> Proposal:
@@ -202,8 +206,8 @@ def checked(proposal: Proposal, drafter: str, target: TargetSession) -> Proposal
         raise InputError(f"The drafter {drafter} must report q as None or as a Distribution of probabilities (m, K).")
     if q.probs.size(0) < tokens.size(0) or (q.ids is not None and q.ids.shape != q.probs.shape):
         raise InputError(
-            f"The drafter {drafter} proposed {tokens.size(0)} tokens, so q must have as many rows of probabilities, and "
-            f"of ids where it is sparse; got probs of shape {tuple(q.probs.shape)} and ids of shape "
+            f"The drafter {drafter} proposed {tokens.size(0)} tokens, so q must have as many rows of "
+            f"probabilities, and of ids where it is sparse; got probs of shape {tuple(q.probs.shape)} and ids of shape "
             f"{None if q.ids is None else tuple(q.ids.shape)}."
         )
     vocab_size = target.config.padded_vocab_size
@@ -240,7 +244,7 @@ def verify(
 def _verify_group(
     slots: Sequence[Slot], proposals: Sequence[Proposal], cache: Slots, first: int, members: int, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`verify` for texts in neighbouring slots, in one forward: `members` of them from `first` on, idle ones included."""
+    """`verify` for texts among `members` neighbouring slots from `first` on, in one forward."""
     target = slots[0].target
     placed, device = target.placed, target.device
     buffers = cache.buffers(first, members)
@@ -252,10 +256,8 @@ def _verify_group(
         block[at, 0] = slot.text.last
         block[at, 1 : 1 + proposal.tokens.size(0)] = proposal.tokens
         places[at] = slot.text.input_pos
-    if members == 1:
-        input_pos = buffers.slots[places[0] : places[0] + 1]  # a number that is on the device already
-    else:
-        input_pos = torch.tensor(places, device=device)
+    # Of one text: a number that is on the device already.
+    input_pos = buffers.slots[places[0] :][:1] if members == 1 else torch.tensor(places, device=device)
     kv_length = buffers.bucket(max(slot.text.input_pos for slot in slots) + rows)
     step = Verification(target, tuple(slot.number - first for slot in slots), rows, kv_length, slots)
     q = [step.form(proposal.q, proposal.tokens, slot.sampler) for slot, proposal in zip(slots, proposals)]
@@ -359,7 +361,7 @@ class Verification:
 
 
 def prepare(slot: Slot, cache: Slots) -> None:
-    """Builds the graphs that a text will need, where steps are compiled; before its prompt is read.
+    """Builds the compiled steps that a text will need; before its prompt is read.
 
     Raises:
         InputError: The compiler failed.
@@ -389,7 +391,7 @@ def prepare(slot: Slot, cache: Slots) -> None:
 def _read(
     slots: Sequence[Slot], packed: torch.Tensor, next_ks: Callable[[list[int]], list[int]]
 ) -> dict[int, tuple[list[int], int]]:
-    """The one device-to-host read of a round: the tokens to commit, and how many were proposed, by the slot's number."""
+    """The one device-to-host read of a round: by slot, the tokens to commit and how many were proposed."""
     target = slots[0].target
     outcomes = target.placed.agree(packed, len(slots), next_ks)
     size = HEAD + target.verify_width
@@ -400,7 +402,7 @@ def _read(
         if not ids_exist:
             slot.error = InputError(
                 f"The drafter {slot.name} proposed an id that the target does not have, behind position "
-                f"{slot.text.input_pos}; ids must be in [0, {target.config.padded_vocab_size})."
+                f"{slot.text.input_pos}; ids must be in [0, {target.config.padded_vocab_size}), and -1 only at the end."
             )
         elif not finite:
             slot.target.clear()

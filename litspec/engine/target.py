@@ -20,7 +20,8 @@ class Placed(Protocol):
     Attributes:
         model: The model; what it returns lies on `device`, complete, on every rank.
         device: Where tokens and logits are.
-        rows: Numbers of rows with equal bits, in rising order, of which a verification runs one.
+        verify_width: W, the most rows of a verification.
+        rows: Numbers of rows with equal bits, in rising order, of which a verification runs one; the last is W.
         most_rows: Rows of several texts that keep these bits in one forward.
         draft_model: The model of the draft checkpoint, where there is one.
         runner: Runs the steps.
@@ -31,6 +32,7 @@ class Placed(Protocol):
 
     model: GPT
     device: torch.device
+    verify_width: int
     rows: tuple[int, ...]
     most_rows: int
     draft_model: GPT | None
@@ -210,7 +212,7 @@ class Slots:
             return [(numbers[0], 1)]
         # The rows of a forward keep their bits up to so many.
         most = max(1, self.placed.most_rows // rows)
-        groups = []
+        groups: list[tuple[int, int]] = []
         for number in numbers:
             if groups and number < groups[-1][0] + most:
                 groups[-1] = groups[-1][0], number - groups[-1][0] + 1

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from litspec.checkpoint import Checkpoint, open_checkpoint
+from litspec.config import names_of
 from litspec.demo import DEMO_DRAFT, DEMO_TARGET
 from litspec.errors import InputError
 from litspec.jobs.disk import digest
@@ -21,10 +22,9 @@ from litspec.llm import SpecLLM
 from litspec.placement import TensorParallel
 from litspec.sampling import Sampling
 
-# Where and how fast; `resolved` adds what of it changes bits.
-PLACING = ("accelerator", "devices", "num_nodes", "placement", "precision", "draft_precision", "draft_device")
-# These choose the proposals. Texts depend on them where proposals are accepted by rejection sampling, and only there.
-DRAFTING = ("draft_dir", "drafter", "exit_layer", "draft_placement", "speculative_k")
+# `resolved` adds what of the first changes bits. The second choose the proposals: texts depend on them where proposals
+# are accepted by rejection sampling, and only there.
+PLACING, DRAFTING = names_of("placing"), names_of("proposals")
 
 CHECKPOINT_FILES = (
     "model_config.yaml",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from litspec.arguments import checked, hints_of, shown
+from litspec.config import GenerateConfig
 from litspec.errors import InputError
 from litspec.jobs.disk import digest, dump
 
@@ -39,34 +40,12 @@ class Request:
         return {"id": self.id} if self.sample is None else {"id": self.id, "sample": self.sample}
 
 
-def _is_text(value: Any) -> bool:
-    return value is None or isinstance(value, str)
-
-
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: Any) -> bool:
-    # An integer may be too large for the float that is computed with.
-    return (_is_int(value) and abs(value) < 2**53) or (isinstance(value, float) and math.isfinite(value))
-
-
-def _is_stop(value: Any) -> bool:
-    return _is_text(value) or (isinstance(value, list) and all(isinstance(v, str) for v in value))
-
-
-# What a line may hold beside id and prompt: the test of a value, and what it must be.
-OVERRIDES = {
-    "sys_prompt": (_is_text, "a string or null"),
-    "max_new_tokens": (_is_int, "a whole number"),
-    "min_new_tokens": (_is_int, "a whole number"),
-    "temperature": (_is_number, "a number"),
-    "top_k": (lambda value: value is None or _is_int(value), "a whole number or null"),
-    "top_p": (_is_number, "a number"),
-    "seed": (_is_int, "a whole number"),
-    "stop": (_is_stop, "a string, a list of strings, or null"),
-}
+# What a line may say beside id and prompt, by the names of `GenerateConfig`.
+OVERRIDES = ("sys_prompt", "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "seed", "stop")
 
 
 class Prompts(Sequence[Request]):
@@ -139,7 +118,7 @@ class Prompts(Sequence[Request]):
         except (ValueError, RecursionError) as error:
             raise InputError(f"{where} is not JSON: {error}.") from error
         if not isinstance(found, dict):
-            raise InputError(f'{where} must be an object such as {{"prompt": "..."}}, got {_shown(found)}')
+            raise InputError(f'{where} must be an object such as {{"prompt": "..."}}, got {shown(found)}')
         try:
             dump(found).encode()
         except UnicodeEncodeError as error:
@@ -147,22 +126,20 @@ class Prompts(Sequence[Request]):
         id_ = found.pop("id", None)
         if id_ is not None:
             if not (isinstance(id_, str) or _is_int(id_)):
-                raise InputError(f"{where}: id must be a string or a whole number, got {_shown(id_)}")
+                raise InputError(f"{where}: id must be a string or a whole number, got {shown(id_)}")
             given["id"] = id_
         if not isinstance(found.get("prompt"), str):
-            what = f"got {_shown(found['prompt'])}" if "prompt" in found else "but the line has none"
+            what = f"got {shown(found['prompt'])}" if "prompt" in found else "but the line has none"
             raise InputError(f"{where}: prompt must be a string, {what}")
+        hints = hints_of(GenerateConfig)
         for name, value in found.items():
             if name == "prompt":
                 continue
             if name not in OVERRIDES:
                 raise InputError(f"{where}: unknown key {name!r}; known are id, prompt, {', '.join(OVERRIDES)}")
-            fits, what = OVERRIDES[name]
-            if not fits(value):
-                raise InputError(f"{where}: {name} must be {what}, got {_shown(value)}")
+            hint = int if name == "seed" else hints[name]  # a seed of null could not be resumed
+            try:
+                found[name] = checked(name, value, hint, none="null")
+            except InputError as error:
+                raise InputError(f"{where}: {error}") from None
         return found
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

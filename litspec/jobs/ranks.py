@@ -6,10 +6,10 @@ from contextlib import suppress
 
 import torch
 
+from litspec.engine.target import Placed
 from litspec.jobs.prompts import Prompts
 from litspec.placement import LostRank, Replica, share_of
 from litspec.placement.tensor_parallel import broadcast
-from litspec.engine.target import Placed
 
 
 class Team:

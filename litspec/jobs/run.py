@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from litspec.config import FLAG_DEFAULTS, GenerateConfig, LoadConfig, check_k
 from litspec.errors import InputError
 from litspec.jobs.deciding import deciding, resolved
 from litspec.jobs.disk import digest, dump, log
@@ -24,7 +24,6 @@ from litspec.placement import LostRank, process_rank
 
 SOME_FAILED = 1
 TERMINATED = 128 + signal.SIGTERM
-SEED = 1234
 MERGE_SECONDS = 0.1  # between two looks at what other ranks have written
 
 
@@ -56,8 +55,12 @@ def run_job(
         InputError: A file or setting that cannot be used, an `out_file` of another job or in use by another process, a
             full disk. What was finished before is kept.
     """
-    load = {**_defaults(SpecLLM.load), **load}
-    settings = {**_defaults(SpecLLM.generate, "stream", "index"), "seed": SEED, **settings}
+    load = vars(LoadConfig(**load))
+    settings = vars(GenerateConfig(**{"seed": FLAG_DEFAULTS["seed"], **settings}))
+    if settings["seed"] is None:
+        raise InputError("seed must be a whole number for a job, which could not be resumed else, got None")
+    if load["drafter"] != "none":
+        check_k(settings["speculative_k"], load["verify_width"])
     prompts = Prompts(prompts_file, num_samples)
     files = JobFiles(out_file)
     first = process_rank() == 0
@@ -252,9 +255,3 @@ def _reserve(llm: SpecLLM, requests: Sequence[Request], settings: Mapping[str, A
             break
     if need:
         llm.reserve(need)
-
-
-def _defaults(function: Callable[..., Any], *without: str) -> dict[str, Any]:
-    """The keyword arguments of a function that have defaults, and these."""
-    found = inspect.signature(function).parameters.items()
-    return {name: p.default for name, p in found if p.default is not p.empty and name not in without}

@@ -23,7 +23,7 @@ from torch import Tensor
 MaskKind = tuple[int | None, int]
 
 
-# A compiled graph costs more to build than the few slots it could save in a short text.
+# A compiled step costs more to build than the few slots it could save in a short text.
 SMALLEST_COMPILED = 256
 
 
@@ -35,7 +35,7 @@ def kv_bucket(length: int, *, powers_of_two: bool = False) -> int:
 
     Args:
         length: positions to cover.
-        powers_of_two: double from 64 on throughout, so that few lengths (compiled graphs) cover any context.
+        powers_of_two: double from 64 on throughout, so that few lengths (compiled steps) cover any context.
     """
     bucket = 64
     while bucket < length and (powers_of_two or bucket < 512):

@@ -1,17 +1,14 @@
-"""The decode loop with scripted rounds: no model, no text, only lengths and stops."""
+"""One text with scripted rounds: no model and no characters, only lengths and stops."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from litspec.engine.sequence import Block, Round, decode
+from litspec.engine.sequence import Block, Text
 from litspec.stopping import StopTokens
 
 PROMPT_SIZE = 3
@@ -30,45 +27,35 @@ def reference(stream: Sequence[int], budget: int, stops: Sequence[Sequence[int]]
 class Script:
     """A target that says `stream`, and a drafter of which it accepts `accepts[round]` tokens where it may.
 
-    Records what each step was asked for.
+    Records what each round was asked for: the last token, its position, and how many proposals it may use.
     """
 
     stream: Sequence[int]
     accepts: Sequence[int] = (0,)
-    as_tensor: bool = False
     withholds: Sequence[int] = (0,)  # proposals that a round does without, though it may make them
-    asked: list[tuple[list[int], int, int]] = field(default_factory=list)
+    asked: list[tuple[int, int, int]] = field(default_factory=list)
     rounds: list[tuple[int, int, int]] = field(default_factory=list)  # first token, proposed, accepted
-    prefills: int = 0
 
-    def _result(self, tokens: Sequence[int]) -> Any:
-        return torch.tensor(tokens) if self.as_tensor else list(tokens)
-
-    def prefill(self) -> Any:
-        self.prefills += 1
-        return self._result(self.stream[:1])
-
-    def step(self, token: Any, input_pos: int, k: int) -> Any:
+    def round(self, token: int, input_pos: int, k: int) -> tuple[list[int], int]:
         number = len(self.asked)
-        self.asked.append((token.tolist() if self.as_tensor else list(token), input_pos, k))
+        self.asked.append((token, input_pos, k))
         proposed = max(0, k - self.withholds[number % len(self.withholds)])
         accepted = min(self.accepts[number % len(self.accepts)], proposed)
         begin = input_pos - PROMPT_SIZE + 1
         self.rounds.append((begin, proposed, accepted))
-        tokens = self._result(self.stream[begin : begin + accepted + 1])
-        return tokens if proposed == k else Round(tokens, proposed)
+        return list(self.stream[begin : begin + accepted + 1]), proposed
 
     def decode(
         self, budget: int, k: int | Callable[[], int], stops: Sequence[Sequence[int]] = (), ignore_first: int = 0
     ) -> Iterator[Block]:
-        return decode(
-            self.prefill,
-            self.step,
-            prompt_size=PROMPT_SIZE,
-            max_returned_tokens=PROMPT_SIZE + budget,
-            speculative_k=k,
-            stop=StopTokens(stops, ignore_first),
-        )
+        """The blocks of the text, each made when it is asked for."""
+        text = Text(PROMPT_SIZE, PROMPT_SIZE + budget, StopTokens(stops, ignore_first))
+        assert not text.started
+        yield text.commit(list(self.stream[:1]))
+        assert text.started
+        while not text.finished:
+            most = min(k() if callable(k) else k, text.most_proposals)
+            yield text.commit(*self.round(text.last, text.input_pos, most))
 
 
 def text(blocks: Sequence[Block]) -> list[int]:
@@ -86,7 +73,6 @@ def scripts(draw: st.DrawFn) -> tuple[Script, int, int, list[list[int]], int]:
     script = Script(
         stream=draw(st.lists(tokens, min_size=budget + k + 1, max_size=budget + k + 1)),
         accepts=draw(st.lists(st.integers(0, k), min_size=1, max_size=8)),
-        as_tensor=draw(st.booleans()),
         withholds=draw(st.lists(st.integers(0, k), min_size=1, max_size=3)),
     )
     return script, budget, k, draw(stop_sets), draw(st.sampled_from([0, 0, 1, 2, 5, 30]))
@@ -110,13 +96,12 @@ def test_each_step_continues_behind_the_last_committed_token_and_never_drafts_wh
     blocks = list(script.decode(budget, k, stops, ignore_first))
     _, _, needed = reference(script.stream, budget, stops, ignore_first)
 
-    assert script.prefills == 1
     assert [block.round for block in blocks] == list(range(len(blocks)))
     assert len(script.asked) == len(blocks) - 1
     seen = 1
     for (token, input_pos, may_propose), (begin, _, accepted) in zip(script.asked, script.rounds):
         assert seen < needed, "a round after the text was known to have ended"
-        assert (token, input_pos) == ([script.stream[seen - 1]], PROMPT_SIZE + seen - 1)
+        assert (token, input_pos) == (script.stream[seen - 1], PROMPT_SIZE + seen - 1)
         assert may_propose == min(k, budget - seen - 1)
         assert begin == seen
         seen += accepted + 1
@@ -174,7 +159,7 @@ def test_a_hand_worked_text() -> None:
         # 8 completes the stop; of three proposals, all right, only that one lies before the end of the text.
         Block([], [], round=4, proposed=1, accepted=1, finish_reason="stop"),
     ]
-    assert script.asked == [([1], 3, 3), ([5], 7, 3), ([7], 8, 3), ([7], 11, 2)]
+    assert script.asked == [(1, 3, 3), (5, 7, 3), (7, 8, 3), (7, 11, 2)]
 
 
 def test_a_stop_in_the_prefill_token_ends_the_text_before_any_round() -> None:
@@ -220,25 +205,21 @@ def test_one_token_of_room_needs_no_round() -> None:
 
 def test_a_round_that_brings_more_than_there_is_room_for_is_cut() -> None:
     # As with a replaced `speculative_decoding` that does not look at k.
-    blocks = decode(
-        lambda: [1],
-        lambda token, input_pos, k: torch.tensor([2, 3, 4, 5]),
-        prompt_size=PROMPT_SIZE,
-        max_returned_tokens=PROMPT_SIZE + 7,
-        speculative_k=2,
-        stop=StopTokens(),
-    )
-    assert text(list(blocks)) == [1, 2, 3, 4, 5, 2, 3]
+    seven = Text(PROMPT_SIZE, PROMPT_SIZE + 7, StopTokens())
+    blocks = [seven.commit([1])]
+    while not seven.finished:
+        blocks.append(seven.commit([2, 3, 4, 5], 3))
+    assert text(blocks) == [1, 2, 3, 4, 5, 2, 3]
+    assert [block.finish_reason for block in blocks] == [None, None, "length"]
 
 
-def test_blocks_are_yielded_before_the_next_round_begins() -> None:
-    script = Script(stream=list(range(10)), accepts=[1])
-    blocks = script.decode(8, 1)
-    assert script.prefills == 0
-    assert next(blocks).tokens == [0]
-    assert script.asked == []
-    assert next(blocks).tokens == [1, 2]
-    assert len(script.asked) == 1
+def test_what_is_committed_is_not_the_callers_list() -> None:
+    tokens = [1, 2, 3]
+    longer = Text(PROMPT_SIZE, PROMPT_SIZE + 9, StopTokens([[2, 3, 3]]))
+    block = longer.commit(tokens, 2)
+    tokens.clear()
+    assert block.tokens == [1]
+    assert longer.commit([4]).tokens == [2, 3, 4]
 
 
 def test_a_function_chooses_k_before_each_round() -> None:
@@ -250,10 +231,8 @@ def test_a_function_chooses_k_before_each_round() -> None:
     assert [k for _, _, k in script.asked] == [2, 0, 5, 1]
 
 
-@pytest.mark.parametrize("as_tensor", [False, True])
-def test_a_round_that_proposed_less_than_it_might_says_so(as_tensor: bool) -> None:
-    script = Script(stream=list(range(20)), accepts=[0], withholds=[3, 1], as_tensor=as_tensor)
-    blocks = list(script.decode(4, 4))
+def test_a_round_that_proposed_less_than_it_might_says_so() -> None:
+    blocks = list(Script(stream=list(range(20)), accepts=[0], withholds=[3, 1]).decode(4, 4))
     # May: 2, 1, 0. Does without: 3, 1, 3.
     assert [block.proposed for block in blocks] == [0, 0, 0, 0]
     blocks = list(Script(stream=list(range(20)), accepts=[1], withholds=[1]).decode(8, 4))

@@ -1,0 +1,191 @@
+"""Argument lists that are written once: checks of values by their type hints, and functions that spell out a config.
+
+It imports nothing heavy: the command answers `--help` with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import Field, fields
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+from litspec.errors import InputError
+
+R = TypeVar("R")
+
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "a string",
+    Path: "a path",
+    Any: "an object",
+    list[str]: "a list of strings",
+    Sequence[str]: "a list of strings",
+    Sequence[int]: "a list of whole numbers",
+}
+_LINE_WIDTH = 120
+
+
+def checked(name: str, value: Any, hint: Any, *, none: str = "None") -> Any:
+    """A value that has its type, of which numbers come as Python's own.
+
+    Args:
+        name: Of the setting, for the error.
+        value: Whatever was given. A bool is no number, and a number with a fraction part (5.0 too) no whole one.
+        hint: Its type hint.
+        none: How None is written where the value comes from.
+
+    Raises:
+        InputError: It has another type.
+    """
+    if not _fits(value, hint):
+        raise InputError(f"{name} must be {in_words(hint, none)}, got {shown(value)}")
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, Integral) and int in (hint, *get_args(hint)):
+        return int(value)
+    if isinstance(value, Real) and float in (hint, *get_args(hint)):
+        try:
+            return float(value)
+        except OverflowError:
+            raise InputError(f"{name} must be a number that a float holds, got {shown(value)}") from None
+    return value
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, arg) for arg in args)
+    if origin is Literal:
+        return isinstance(value, str) and value in args
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+        return is_list and all(_fits(item, args[0]) for item in value)
+    if hint is Any:
+        return True
+    if hint is int:
+        return isinstance(value, Integral) and not isinstance(value, bool)
+    if hint is float:
+        return isinstance(value, Real) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def in_words(hint: Any, none: str = "None") -> str:
+    """What a type hint allows, such as "a whole number or None"."""
+    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    words = []
+    for part in parts:
+        if get_origin(part) is Literal:
+            words += [repr(choice) for choice in get_args(part)]
+        else:
+            words.append(none if part is type(None) else _WORDS.get(part, str(part)))
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def shown(value: Any) -> str:
+    """A value for an error, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def hints_of(config: type, *, flags: bool = False) -> dict[str, Any]:
+    """The types of a config's fields; with `flags` those that a flag or a line of a file can give."""
+    hints = typing.get_type_hints(config, localns={"Drafter": Any})
+    found = {field.name: hints[field.name] for field in fields(config)}
+    if flags:
+        found |= {field.name: field.metadata["flag"] for field in fields(config) if "flag" in field.metadata}
+    return found
+
+
+def spelled_out(
+    *,
+    flags: bool = False,
+    without: Collection[str] = (),
+    defaults: Mapping[str, Any] | None = None,
+    **configs: type,
+) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Makes a function that takes configs one that takes their fields instead.
+
+    The fields stand in the signature where the config stood, and in the docstring's arguments in place of the line
+    `{name of the config}`. The configs are built, hence the values checked, before the function begins.
+
+    Args:
+        flags: Whether the signature is for flags: types as `hints_of` gives them, and None called null.
+        without: Fields that the function does not offer; they keep the config's defaults.
+        defaults: Those that differ from the config's.
+        configs: The config's class for each parameter that is to be replaced.
+    """
+    own = defaults or {}
+    offered = {
+        parameter: [field for field in fields(config) if field.name not in without]
+        for parameter, config in configs.items()
+    }
+
+    def decorate(function: Callable[..., R]) -> Callable[..., R]:
+        signature = inspect.signature(function)
+        own_hints = typing.get_type_hints(function) if flags else {}
+        parameters: list[inspect.Parameter] = []
+        for name, parameter in signature.parameters.items():
+            if name not in configs:
+                annotation = own_hints.get(name, parameter.annotation)
+                parameters.append(parameter.replace(annotation=annotation))
+                continue
+            hints = hints_of(configs[name], flags=True) if flags else {}
+            for field in offered[name]:
+                kind = inspect.Parameter.KEYWORD_ONLY if field.kw_only else inspect.Parameter.POSITIONAL_OR_KEYWORD
+                default = own.get(field.name, field.default)
+                annotation = hints.get(field.name, field.type)
+                parameters.append(inspect.Parameter(field.name, kind, default=default, annotation=annotation))
+        parameters.sort(key=lambda parameter: parameter.kind)
+        returns = own_hints.get("return", signature.return_annotation)
+        flat = inspect.Signature(parameters, return_annotation=returns)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> R:
+            given = flat.bind(*args, **kwargs).arguments
+            for name, config in configs.items():
+                values = {field.name: own[field.name] for field in offered[name] if field.name in own}
+                values |= {field.name: given.pop(field.name) for field in offered[name] if field.name in given}
+                given[name] = config(**values)
+            return function(**given)
+
+        call.__signature__ = flat  # type: ignore[attr-defined]
+        call.__annotations__ = {p.name: p.annotation for p in parameters if p.annotation is not p.empty}
+        call.__annotations__["return"] = returns
+        call.__doc__ = function.__doc__ and _with_help(function.__doc__, offered, flags)
+        return call
+
+    return decorate
+
+
+def _with_help(doc: str, offered: Mapping[str, Sequence[Field[Any]]], flags: bool) -> str:
+    for name, shown_fields in offered.items():
+        place = re.search(rf"^( *)\{{{name}\}}$", doc, re.MULTILINE)
+        if place is None:
+            continue
+        lines = []
+        for field in shown_fields:
+            text = field.metadata["help"]
+            text = text.replace("None", "null").replace("`", "") if flags else text
+            indent = place[1]
+            lines.append(
+                textwrap.fill(
+                    f"{field.name}: {text}",
+                    _LINE_WIDTH,
+                    initial_indent=indent,
+                    subsequent_indent=indent + 4 * " ",
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+            )
+        doc = doc.replace(place[0], "\n".join(lines))
+    return doc

@@ -1,0 +1,272 @@
+"""The arguments of `SpecLLM.load` and `SpecLLM.generate`: names, types, defaults, help and ranges, each written once.
+
+Flags, Python signatures, the fingerprint of a job and the keys of its lines are made from these two classes. What a
+field decides stands in its metadata, `decides`:
+
+    "texts"      it may change the text
+    "proposals"  it changes who proposes what; a text depends on that only by the rejection sampler
+    "placing"    where weights lie; what of it changes bits is asked of the loaded pair (`jobs.deciding.resolved`)
+
+Where a flag cannot give all that Python can, `flag` is the flag's type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from litspec.arguments import checked, hints_of
+from litspec.errors import InputError
+from litspec.types import DrafterName, DraftPlacementName, PlacementName, Precision, Quantize, SamplerName
+
+if TYPE_CHECKING:
+    from litspec.drafters.base import Drafter
+
+Decides = Literal["texts", "proposals", "placing"]
+
+# The commands' defaults where they are not Python's: as LitGPT's, and a text can be had again.
+FLAG_DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "seed": 1234}
+
+
+def _about(decides: Decides, help: str, **more: Any) -> dict[str, Any]:
+    return {"decides": decides, "help": help, **more}
+
+
+def _check_types(config: LoadConfig | GenerateConfig) -> None:
+    for name, hint in hints_of(type(config)).items():
+        object.__setattr__(config, name, checked(name, getattr(config, name), hint))
+
+
+@dataclass(frozen=True)
+class LoadConfig:
+    """What to load, where to, and who drafts; see the fields' metadata.
+
+    Raises:
+        InputError: A value of another type or out of its range.
+    """
+
+    checkpoint_dir: str | Path | None = field(
+        default=None,
+        metadata=_about(
+            "texts",
+            "Folder of the target in LitGPT's format, or its name below `checkpoints/`. Without it the embedded "
+            "demonstration pair is loaded.",
+            flag=str | None,
+        ),
+    )
+    draft_dir: str | Path | None = field(
+        default=None,
+        metadata=_about(
+            "proposals", "Folder of the draft model, whose tokenizer must be the target's.", flag=str | None
+        ),
+    )
+    _: KW_ONLY
+    drafter: DrafterName | Drafter = field(
+        default="auto",
+        metadata=_about(
+            "proposals",
+            "Who proposes: draft_model (a smaller model), prompt_lookup (the text itself), lookup_then_model (the text "
+            "where its last tokens occurred before, else the model), early_exit (the target's own first layers), none, "
+            "or in Python an object of the protocol in `litspec.drafters`. auto is the draft model where there is one, "
+            "else prompt_lookup.",
+            flag=DrafterName,
+        ),
+    )
+    exit_layer: int | None = field(
+        default=None, metadata=_about("proposals", "Layers that draft, for early_exit; a quarter of them by default.")
+    )
+    verify_width: int = field(
+        default=8,
+        metadata=_about(
+            "texts",
+            "The most rows that the target verifies at once, at least speculative_k + 1. A round runs as few as it "
+            "needs, of the numbers that have equal bits here.",
+        ),
+    )
+    accelerator: str = field(
+        default="auto", metadata=_about("placing", "As in Lightning Fabric: auto, cpu, cuda, mps.")
+    )
+    devices: int | str | Sequence[int] = field(
+        default=1,
+        metadata=_about("placing", "How many devices of each machine, or which; auto for all.", flag=int | str),
+    )
+    num_nodes: int = field(default=1, metadata=_about("placing", "How many machines."))
+    placement: PlacementName = field(
+        default="auto",
+        metadata=_about(
+            "placing",
+            "Where the weights live: single, tensor_parallel, sequential or replicate; auto is single where the pair "
+            "fits one device, else tensor_parallel.",
+        ),
+    )
+    precision: Precision | None = field(
+        default=None,
+        metadata=_about(
+            "placing",
+            "Of the target's weights: bf16-true, 16-true or 32-true; by default bf16-true on a GPU that has it, "
+            "32-true on a CPU.",
+        ),
+    )
+    draft_precision: Precision | None = field(
+        default=None, metadata=_about("placing", "Of the draft model's weights; by default the target's.")
+    )
+    draft_device: str | None = field(
+        default=None, metadata=_about("placing", "Device of the draft model, such as cuda:1; by default the target's.")
+    )
+    draft_placement: DraftPlacementName = field(
+        default="replicated",
+        metadata=_about(
+            "proposals",
+            "With tensor_parallel, whether every device holds the draft model whole (replicated) or it is cut like "
+            "the target.",
+        ),
+    )
+    quantize: Quantize | None = field(
+        default=None,
+        metadata=_about("texts", "Quantize the target's linear layers with bitsandbytes, as in LitGPT (CUDA only)."),
+    )
+    compile: bool = field(
+        default=False,
+        metadata=_about(
+            "texts",
+            "Compile the steps (`torch.compile`), before the first token of the first text of its "
+            "length: seconds to minutes once, for more tokens a second. Where two tokens are nearly equal the text "
+            "may be another than without; with and without a drafter it is the same.",
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        check_drafter_choice(self.drafter)
+        _check_types(self)
+        for name in ("verify_width", "num_nodes", "exit_layer"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"{name} must be at least 1, got {value}")
+        if self.checkpoint_dir is None and self.draft_dir is not None:
+            raise InputError("draft_dir is given without checkpoint_dir; name the target's folder too.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    """How to write a text; see the fields' metadata.
+
+    Raises:
+        InputError: A value of another type or out of its range.
+    """
+
+    sys_prompt: str | None = field(
+        default=None, metadata=_about("texts", "System prompt, for prompt styles that have one.")
+    )
+    max_new_tokens: int = field(default=50, metadata=_about("texts", "Most tokens of the text."))
+    min_new_tokens: int = field(
+        default=0,
+        metadata=_about("texts", "Until so many tokens, stop tokens have probability 0 and other stops are ignored."),
+    )
+    temperature: float = field(default=1.0, metadata=_about("texts", "Divides the logits; 0 is greedy."))
+    top_k: int | None = field(default=None, metadata=_about("texts", "Only the k most likely tokens; None for all."))
+    top_p: float = field(
+        default=1.0,
+        metadata=_about(
+            "texts",
+            "Only the most likely tokens that hold this probability together, in [0, 1]; 0 is greedy, 1 takes all.",
+        ),
+    )
+    seed: int | None = field(
+        default=None,
+        metadata=_about(
+            "texts",
+            "Of the random numbers; the same seed gives the same text. In Python, where none is given, one is "
+            "drawn from torch's global generator.",
+            flag=int,
+        ),
+    )
+    sampler: SamplerName = field(
+        default="rejection",
+        metadata=_about(
+            "texts",
+            "rejection accepts most proposals and keeps the target's distribution; coupled makes a sampled text the "
+            "same for every drafter and every k, as a greedy text always is.",
+        ),
+    )
+    speculative_k: int | Literal["auto"] = field(
+        default="auto",
+        metadata=_about(
+            "proposals",
+            "Tokens that the drafter proposes a round, 0 to verify_width - 1; auto chooses what pays. With the "
+            "rejection sampler a sampled text depends on k, so there auto looks at counts only, never at a clock.",
+        ),
+    )
+    stop: str | Sequence[str] | None = field(
+        default=None,
+        metadata=_about(
+            "texts",
+            "A string, or several (repeat the flag), before the first of which the text ends. It may name special "
+            "tokens, such as <|im_end|>, which the text itself does not show.",
+            flag=list[str] | None,
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        if self.max_new_tokens < 1:
+            raise InputError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise InputError(
+                f"min_new_tokens must be in [0, max_new_tokens = {self.max_new_tokens}], got {self.min_new_tokens}"
+            )
+        check_sampling(self.temperature, self.top_k, self.top_p)
+        if self.speculative_k != "auto" and self.speculative_k < 0:
+            raise InputError(
+                f"speculative_k must be 'auto' or a whole number of at least 0, got {self.speculative_k!r}"
+            )
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if "" in stops:
+            raise InputError("A stop string is empty; give at least one character.")
+        object.__setattr__(self, "stop", stops)
+
+
+def check_sampling(temperature: float, top_k: int | None, top_p: float) -> None:
+    """The ranges of what shapes a distribution.
+
+    Raises:
+        InputError: For a value outside of them.
+    """
+    if not temperature >= 0 or temperature == float("inf"):
+        raise InputError(f"temperature must be a number of at least 0 (0 is greedy), got {temperature}")
+    if not 0 <= top_p <= 1:
+        raise InputError(f"top_p must be in [0, 1], got {top_p}")
+    if top_k is not None and top_k < 1:
+        raise InputError(f"top_k must be at least 1, or None for all tokens, got {top_k}")
+
+
+def check_drafter_choice(drafter: Any) -> None:
+    """Raises InputError for what is neither a drafter's name nor an object of the protocol."""
+    choices = ", ".join(get_args(DrafterName))
+    if isinstance(drafter, str):
+        if drafter not in get_args(DrafterName):
+            raise InputError(f"drafter must be one of {choices}, got {drafter!r}")
+        return
+    from litspec.drafters.base import Drafter  # not before it is needed: the command must answer --help at once
+
+    if not isinstance(drafter, Drafter):
+        raise InputError(
+            f"drafter must be one of {choices}, or an object of a subclass of litspec.drafters.Drafter, got a "
+            f"{type(drafter).__name__}"
+        )
+
+
+def check_k(speculative_k: int | Literal["auto"], verify_width: int) -> None:
+    """Raises InputError for more proposals than there are rows to verify."""
+    if speculative_k != "auto" and speculative_k >= verify_width:
+        raise InputError(
+            f"speculative_k must be below verify_width, which is {verify_width}, got {speculative_k}; "
+            f"load with verify_width={speculative_k + 1}"
+        )
+
+
+def names_of(decides: Decides) -> tuple[str, ...]:
+    """The settings that decide this."""
+    both = (*fields(LoadConfig), *fields(GenerateConfig))
+    return tuple(one.name for one in both if one.metadata["decides"] == decides)

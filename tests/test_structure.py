@@ -1,0 +1,74 @@
+"""Imports point down, and one file knows about compiling."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import litspec
+
+ROOT = Path(litspec.__file__).parent
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in ROOT.rglob("*.py")}
+
+
+def imports_when_loaded(nodes: list[ast.stmt]) -> Iterator[str]:
+    """What a module imports when it is loaded: not within functions, not for type checkers."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test):
+            yield from imports_when_loaded(node.body + node.orelse)
+        elif isinstance(node, ast.Try):
+            yield from imports_when_loaded(node.body)
+
+
+def graph(modules: dict[str, str]) -> dict[str, set[str]]:
+    return {
+        name: {found for found in imports_when_loaded(ast.parse(source).body) if found in modules and found != name}
+        for name, source in modules.items()
+    }
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    sources = {name: path.read_text(encoding="utf-8") for name, path in MODULES.items()}
+    assert len(sources) > 40 and "litspec.engine.target" in graph(sources)["litspec.engine.engine"]
+    TopologicalSorter(graph(sources)).prepare()
+
+
+def test_a_circle_would_be_found() -> None:
+    with pytest.raises(CycleError):
+        TopologicalSorter(graph({"a": "import b", "b": "if True:\n    from c import d", "c": "import a"})).prepare()
+    TopologicalSorter(graph({"a": "import b", "b": "def f():\n    import a"})).prepare()
+
+
+def test_one_file_knows_torch_compile() -> None:
+    knowing = {
+        path.name
+        for path in MODULES.values()
+        if "torch._dynamo" in path.read_text() or "torch._inductor" in (path.read_text())
+    }
+    assert knowing == {"runner.py"}
+
+
+def test_every_module_can_be_imported_first() -> None:
+    # In fresh interpreters, as a circle shows only to who begins at the wrong end.
+    code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)"
+    first = ["litspec.engine.speculate", "litspec.drafters"]
+    for name in first:
+        subprocess.run([sys.executable, "-c", code, name], check=True, timeout=120)
