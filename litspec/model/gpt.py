@@ -120,7 +120,13 @@ class GPT(nn.Module):
     @torch.inference_mode(False)  # tensors born in inference mode could not be written to outside of it
     @torch.no_grad()
     def make_cache(
-        self, max_seq_length: int, *, batch_size: int = 1, width: int = 8, powers_of_two: bool = False
+        self,
+        max_seq_length: int,
+        *,
+        batch_size: int = 1,
+        width: int = 8,
+        powers_of_two: bool = False,
+        n_layer: int | None = None,
     ) -> KVCache:
         """An empty cache for one session.
 
@@ -129,6 +135,7 @@ class GPT(nn.Module):
             batch_size: sequences, B.
             width: rows of the widest block; that many slots come on top for the overhang of the last block.
             powers_of_two: whether its size and the buckets read double throughout, as compiled steps want them.
+            n_layer: only for so many blocks, where no more will be run; None: for all.
 
         Raises:
             InputError: `max_seq_length` exceeds the context length of the model.
@@ -138,7 +145,7 @@ class GPT(nn.Module):
         size = max_seq_length + width
         size = kv_bucket(max(size, SMALLEST_COMPILED) if powers_of_two else size, powers_of_two=powers_of_two)
         k, v = [], []
-        for block in self.transformer.h:
+        for block in self.transformer.h[:n_layer]:
             # Layers may lie on several devices, and their weights may be quantized; the embedding never is.
             like = dict(dtype=self.transformer.wte.weight.dtype, device=next(block.parameters()).device)
             shape = block.attn.cache_shape(batch_size, size)
@@ -197,7 +204,7 @@ class GPT(nn.Module):
             cache: written at the rows' positions. Whatever lies behind them is masked.
             kv_length: slots to read, at least `max(input_pos) + W` and best a bucket (`cache.bucket`); None: all.
             n_layer: run only that many blocks, then the final norm and head (early exit).
-            last: logits of the last so many rows only.
+            last: logits of the last so many rows only; 0 leaves out the head.
             taps: blocks (0-based) after which the residual stream is wanted; -1: after the final norm.
 
         Returns:
@@ -235,6 +242,8 @@ class GPT(nn.Module):
 
     def _head(self, x: Tensor, last: int | None = None) -> Tensor:
         """Final norm and logits of the last rows of `x` `(B, W, C)`, None for all: `(B, last, V)`."""
+        if last == 0:
+            return x.new_empty(x.size(0), 0, self.config.padded_vocab_size)
         x = x if last is None else x[:, -last:]
         logits = self._lm_head(self._ln_f(x.flatten(0, 1)))
         cap = self.config.final_logit_softcapping

@@ -74,7 +74,10 @@ class GroupedTopkRouter(litgpt.model.GroupedTopkRouter):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and ids of the experts of each row of `x` `(rows, C)`, both `(rows, n_expert_per_token)`."""
-        scores = activate(torch.sigmoid, F.linear(x.float(), self.weight.float()))
+        # In float32 a small product rounds by its number of rows, whatever precision the rows have: each by itself.
+        weight = self.weight.float()
+        rows = x.float().split(1 if 1 < len(x) <= MAX_FOLDED_ROWS else len(x))
+        scores = activate(torch.sigmoid, torch.cat([F.linear(row, weight) for row in rows]))
         experts = self.get_topk_indices(scores)
         probs = scores.gather(1, experts)
         if self.config.norm_topk_prob:

@@ -1,0 +1,177 @@
+"""Which numbers of rows give the same bits: measured with a loaded model's own layers, on the device where they are.
+
+A product of two rows and one of eight may sum in another order, and then a row's logits differ in the last bits. Which
+numbers agree depends on the processor, the shapes, the layout of the weights and the number of threads, so it is tried
+and never assumed. Kernels are chosen by shape, not by value: random tokens over random keys show what a text would.
+
+Numbers that agree with each other are a *class*. Within its class a forward may have as few rows as a round needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from litspec.errors import InputError
+from litspec.model import GPT, KVCache
+
+# Blocks are tried across these borders between K/V buckets: behind the first, sums over keys may get longer; behind
+# 512 the CPU's fused attention works in several chunks.
+BORDERS = (64, 128, 256, 512, 1024)
+# What values in the cache are multiplied by, see `_Trial`.
+LOUD = 2.0**12
+# Where the texts of a batch are tried: one in each of the first buckets, and one behind the first chunk of 512.
+SHORT, LONG = (4, 60, 100), (4, 60, 300, 532)
+
+
+def distinct_blocks(model: GPT) -> int:
+    """How many leading blocks of the model hold one of every kind of layer: the rest repeats shapes seen before."""
+    kinds = [_kind(block) for block in model.transformer.h]
+    return max(kinds.index(kind) for kind in kinds) + 1
+
+
+@torch.inference_mode()
+def find_rows(model: GPT, most: int, *, borders: Sequence[int] = BORDERS) -> tuple[int, ...]:
+    """The numbers of rows whose results are those of `most` rows, to the bit.
+
+    For each number, blocks at both ends of the block of `most` rows are compared: keys and values written, the residual
+    stream, and, at the first border, the logits. Costs some 2 * most * (len(borders) + 1) forwards of
+    `distinct_blocks` layers, and 2 * most of the head.
+
+    Args:
+        model: Loaded and placed, its layers laid out as they will run; eager. Where it is cut across ranks, all of them
+            call this with the same arguments, and keep the numbers that every one of them found.
+        most: The most rows of a forward, at least 1.
+        borders: K/V lengths across which blocks are tried; those beyond the model's context are left out.
+
+    Returns:
+        Numbers in [1, most] in rising order, `most` always among them.
+
+    Raises:
+        InputError: `most` is less than 1, or the model cannot hold a text of so many tokens.
+    """
+    if most < 1:
+        raise InputError(f"The most rows of a forward must be at least 1, got {most}.")
+    trial = _Trial(model, min(model.config.block_size, max(borders, default=0) + most), width=most)
+    first = [0, *((border - most // 2) // 4 * 4 for border in borders if border + most <= trial.cache.max_seq_length)]
+    # The one with logits is the first across a border, where there is one.
+    with_logits = first[1] if len(first) > 1 else 0
+    found = set(range(1, most))
+    for position in first:
+        logits = position == with_logits
+        want = trial.run([position], most, logits)
+        for n in sorted(found):
+            for skip in sorted({0, most - n}):
+                if not trial.run([position + skip], n, logits).equals(want.part(skip, n)):
+                    found.discard(n)
+                    trial.run([position], most, logits)  # what stands in the cache is again what it was
+                    break
+    return (*sorted(found), most)
+
+
+@torch.inference_mode()
+def class_limit(model: GPT, rows: Sequence[int], at_least: int) -> int:
+    """Up to how many rows in all a forward over several texts leaves each text the bits that it has alone.
+
+    Tried are totals that double from `rows[-1]` until one fails or `at_least` is reached, each with the smallest, the
+    largest and an odd number of rows a text. The texts stand at positions of their own, in different K/V buckets; a
+    batch reads the bucket of the longest.
+
+    Args:
+        model: As for `find_rows`.
+        rows: A class, in rising order, as `find_rows` returns it.
+        at_least: The most rows that a forward will have, the texts of a batch times the rows of each.
+
+    Returns:
+        The largest total that held: `rows[-1]` where no batch did, else as soon as possible one >= `at_least`.
+    """
+    most = rows[-1]
+    odd = next((n for n in reversed(rows) if n % 2 and n not in (rows[0], most)), most)
+    limit = most
+    while limit < at_least:
+        total = 2 * limit
+        for n in sorted({rows[0], odd, most}):
+            positions = [p for p in (LONG if n == most else SHORT) if p + n <= model.config.block_size]
+            trial = _Trial(model, positions[-1] + n, width=most, batch_size=total // n)
+            first = [positions[b % len(positions)] for b in range(total // n)]
+            # The longest comes last, so that a text before it feels its neighbour where it feels any.
+            together = trial.run(first, n, logits=n == most)
+            for b, position in enumerate(first[: len(positions)]):
+                alone = trial.run([position], n, logits=n == most, at=b)
+                if not all(together.part(at * n, n).equals(alone) for at in range(b, len(first), len(positions))):
+                    return limit
+        limit = total
+    return limit
+
+
+class _Seen(NamedTuple):
+    """What rows came to, each `(N, ...)`: logits or the residual stream, and the keys and values of every layer."""
+
+    results: list[Tensor]
+
+    def part(self, skip: int, n: int) -> _Seen:
+        return _Seen([x[skip : skip + n] for x in self.results])
+
+    def equals(self, other: _Seen) -> bool:
+        return all(torch.equal(ours, theirs) for ours, theirs in zip(self.results, other.results, strict=True))
+
+
+class _Trial:
+    """Random texts over a cache of random keys and values, in the leading blocks alone.
+
+    Attention adds up in float32. In bf16 the result is rounded so much more that another order of summing would show in
+    one number of many thousands. So of four keys the last two are the first two again, with large opposite values: what
+    is left of them is what the sum lost by rounding, and another order leaves something else.
+
+    All sequences of a batch hold the same text, so that a row at a position has one right result.
+    """
+
+    def __init__(self, model: GPT, length: int, width: int, batch_size: int = 1) -> None:
+        self.model = model
+        self.n_layer = distinct_blocks(model)
+        generator = torch.Generator().manual_seed(0)
+        self.cache: KVCache = model.make_cache(length, batch_size=batch_size, width=width, n_layer=self.n_layer)
+        for buffer in self.cache.k:
+            keys = torch.randn(*buffer.shape[1:], generator=generator).unflatten(1, (-1, 2, 2))
+            keys[:, :, 1] = keys[:, :, 0]
+            buffer.copy_(keys.flatten(1, 3).to(buffer.dtype).expand_as(buffer))
+        for buffer in self.cache.v:
+            values = torch.randn(*buffer.shape[1:], generator=generator).unflatten(1, (-1, 2, 2)) * LOUD
+            values[:, :, 1] = -values[:, :, 0]
+            buffer.copy_(values.flatten(1, 3).to(buffer.dtype).expand_as(buffer))
+        device = self.cache.slots.device
+        self.text = torch.randint(model.config.vocab_size, (self.cache.size,), generator=generator).to(device)
+
+    def run(self, first: Sequence[int], n: int, logits: bool, at: int = 0) -> _Seen:
+        """Runs n rows of the text from each position on, in the cache's sequences from `at` on."""
+        cache = self.cache.sequences(at, at + len(first))
+        input_pos = torch.tensor(first, device=cache.slots.device)
+        places = input_pos[:, None] + cache.slots[:n]
+        out, states = self.model.verify(
+            self.text[places],
+            input_pos,
+            cache,
+            kv_length=cache.bucket(max(first) + n),
+            n_layer=self.n_layer,
+            last=None if logits else 0,
+            taps=(self.n_layer - 1,),
+        )
+        written = []
+        for buffer in (*cache.k, *cache.v):
+            own = places.to(buffer.device)[:, None, :, None].expand(-1, buffer.size(1), -1, buffer.size(3))
+            written.append(buffer.gather(2, own).transpose(1, 2).flatten(0, 1))
+        return _Seen([*([out.flatten(0, 1)] if logits else []), states.flatten(0, 1), *written])
+
+
+def _kind(block: nn.Module) -> tuple[object, ...]:
+    """What decides which kernels a block runs."""
+    modules = tuple((name, type(module).__name__) for name, module in block.named_modules())
+    weights = tuple((name, p.shape, p.dtype, p.layout, _strides(p)) for name, p in block.named_parameters())
+    return block.attn.window, block.attn.softcap, modules, weights
+
+
+def _strides(weight: Tensor) -> tuple[int, ...] | None:
+    return weight.stride() if weight.layout is torch.strided else None

@@ -1,0 +1,103 @@
+"""Numbers of rows that have equal bits are found where they exist, and no others."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from families import FAMILIES, VOCAB, model_of
+
+from litspec.engine.rows import class_limit, distinct_blocks, find_rows
+from litspec.errors import InputError
+from litspec.model import GPT
+from litspec.model.packed import PackedLinear
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class ByRows(torch.nn.Linear):
+    """A layer whose sums depend on the number of rows, as those of a library that chooses kernels by shape do."""
+
+    odd_ones: frozenset[int] = frozenset()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.linear(x.double(), self.weight.double(), self.bias)
+        return (y * (1 + 1e-3 * (len(x) in self.odd_ones))).to(x.dtype)
+
+
+class Exact(ByRows):
+    """A layer whose rounded result no order of summing changes."""
+
+
+def exact_model(name: str = "llama-3") -> GPT:
+    """A model whose products are exact; its attention is as it is everywhere."""
+    model = copy.deepcopy(model_of(name))
+    for module in list(model.modules()):
+        for child_name, child in module.named_children():
+            if type(child) is torch.nn.Linear:
+                layer = Exact(child.in_features, child.out_features, bias=child.bias is not None)
+                layer.weight, layer.bias = child.weight, child.bias
+                setattr(module, child_name, layer)
+    return model
+
+
+def rows_alone(model: GPT, text: torch.Tensor, position: int, n: int) -> torch.Tensor:
+    """Logits of the n tokens at a position, all before them read from the start."""
+    cache = model.make_cache(position + n, width=16)
+    model.prefill(text[None, :position], cache)
+    kv_length = cache.bucket(position + n)
+    return model.verify(text[None, position : position + n], torch.tensor([position]), cache, kv_length=kv_length)[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_number_that_is_found_gives_the_logits_of_the_most_rows(name: str, dtype: torch.dtype) -> None:
+    model = model_of(name, dtype)
+    found = find_rows(model, 8)
+    assert found[-1] == 8 and list(found) == sorted(set(found)) and found[0] >= 1
+    text = torch.randint(VOCAB, (1100,), generator=torch.Generator().manual_seed(1))
+    for position in (3, 57, 124, 253, 508, 1021):
+        want = rows_alone(model, text, position, 8)
+        for n in found:
+            assert torch.equal(rows_alone(model, text, position, n), want[:n]), f"{n} rows at {position}"
+
+
+@pytest.mark.parametrize(("layer", "logits"), [("transformer.h.1.mlp.proj", False), ("lm_head", True)])
+def test_a_number_that_differs_in_one_layer_is_left_out(layer: str, logits: bool) -> None:
+    model = exact_model()
+    everywhere = set(find_rows(model, 8))
+    assert len(everywhere) > 1
+    differing = min(everywhere)
+    model.get_submodule(layer).odd_ones = frozenset({differing})
+    # Blocks alike are tried once, in the first of them.
+    seen = logits or distinct_blocks(model) == 2
+    assert set(find_rows(model, 8)) == (everywhere - {differing} if seen else everywhere)
+
+
+def test_blocks_are_tried_up_to_the_last_of_a_new_kind() -> None:
+    assert distinct_blocks(model_of("llama-3")) == 1
+    assert distinct_blocks(model_of("gemma-2")) == 2  # a window in every other
+    assert distinct_blocks(model_of("latent")) == 2  # the first is dense, the others are mixtures
+    model = copy.deepcopy(model_of("llama-3"))
+    block = model.transformer.h[1]
+    block.mlp.proj = PackedLinear(block.mlp.proj)
+    assert distinct_blocks(model) == 2
+
+
+def test_one_row_is_a_class_of_its_own() -> None:
+    assert find_rows(model_of("llama-3"), 1) == (1,)
+    with pytest.raises(InputError, match="at least 1, got 0"):
+        find_rows(model_of("llama-3"), 0)
+
+
+def test_a_batch_may_have_as_many_rows_as_keep_their_bits() -> None:
+    model = exact_model()
+    rows = find_rows(model, 8)
+    assert class_limit(model, rows, 8) == 8
+    assert class_limit(model, rows, 50) == 64
+    model.lm_head.odd_ones = frozenset({32})
+    assert class_limit(model, rows, 16) == 16
+    assert class_limit(model, rows, 128) == 16
+    model.lm_head.odd_ones = frozenset({16})
+    assert class_limit(model, rows, 128) == 8
