@@ -21,6 +21,7 @@ import torch
 import litspec.placement.heartbeat as heartbeat
 from litspec import SpecLLM
 from litspec.checkpoint import Checkpoint, open_checkpoint
+from litspec.engine import costs
 from litspec.placement import LostRank, place, process_rank, share_of
 from litspec.placement.tensor_parallel import Shard, load_shard
 
@@ -29,6 +30,9 @@ PROMPTS = ["The quick brown fox", "It was a truth universally acknowledged"]
 
 def texts(case: dict[str, Any], **placing: Any) -> list[dict[str, Any]]:
     """The texts of a case: tokens and counts, nothing that a clock decides."""
+    if case.get("bytes_alone"):
+        # Models as small as these cost what their layers cost; large ones cost what their bytes do.
+        costs.CPU = costs.Machine(layer=0.0, byte=1.0, row=0.02, token=0.0)
     llm = SpecLLM.load(case["target"], case["draft"], accelerator="cpu", **case.get("load", {}) | placing)
     if llm.placed.rank > 0 and "spoil" in case:
         {"noise": add_noise, "idle": stop_drafting}[case["spoil"]](llm)

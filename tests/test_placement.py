@@ -65,17 +65,28 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 GREEDY = {"max_new_tokens": 12, "temperature": 0.0, "speculative_k": 4}
 COUPLED = {"max_new_tokens": 12, "sampler": "coupled", "seed": 3, "speculative_k": 4}
 AUTO = {"max_new_tokens": 16, "temperature": 0.0, "speculative_k": "auto"}
+REJECTION = {"max_new_tokens": 40, "temperature": 0.7, "seed": 3, "speculative_k": "auto"}
 
 
-def write_pair(folder: Path, base: str, changes: dict[str, Any]) -> dict[str, str]:
-    """A target with peaked random weights, and as its draft the same with some noise, which is right now and then."""
+def write_pair(folder: Path, base: str, changes: dict[str, Any], idle_layers: int = 0) -> dict[str, str]:
+    """A target with peaked random weights, and as its draft the same with some noise, which is right now and then.
+
+    Args:
+        folder: Where to.
+        base: A name that litgpt knows.
+        changes: To its config.
+        idle_layers: Further layers of the target that add nothing to what runs through them.
+    """
     config = Config.from_name(base, **SIZES | changes)
     generator = torch.Generator().manual_seed(0)
     model = litgpt.model.GPT(config)
     randomise(model, generator)
     weights = model.state_dict()
     noisy = {k: w + 0.05 * w.std() * torch.randn(w.shape, generator=generator) for k, w in weights.items()}
-    target = write_checkpoint(folder / "target", config, weights=weights)
+    deep = Config.from_name(base, **SIZES | changes | {"n_layer": config.n_layer + idle_layers})
+    for name, weight in litgpt.model.GPT(deep).state_dict().items():
+        weights.setdefault(name, torch.zeros_like(weight))
+    target = write_checkpoint(folder / "target", deep, weights=weights)
     return {"target": str(target), "draft": str(write_checkpoint(folder / "draft", config, weights=noisy))}
 
 
@@ -90,6 +101,9 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     cases["idle"] = {**llama, "generate": [GREEDY], "spoil": "idle"}
     cases["cut draft"] = {**qwen, "generate": [GREEDY, COUPLED], "load": {"draft_placement": "tensor_parallel"}}
     cases["early exit"] = {**llama, "generate": [GREEDY], "load": {"drafter": "early_exit", "exit_layer": 1}}
+    # A model with two layers of eight is worth its price as a draft, and would not be beside half a target.
+    small = write_pair(folder / "small draft", *SHAPES["llama"], idle_layers=6)
+    cases["rejection"] = {**small, "generate": [REJECTION], "bytes_alone": True}
     cases["prompt lookup"] = {**llama, "generate": [GREEDY], "load": {"drafter": "prompt_lookup"}}
     return cases
 
@@ -201,6 +215,15 @@ def test_any_drafter_drafts_for_a_target_on_two_ranks(
     name: str, two: list[dict[str, Any]], alone: dict[str, Any]
 ) -> None:
     assert alone[name] == two[0][name] == two[1][name]
+
+
+def test_with_the_rejection_sampler_two_ranks_choose_k_as_one_process_does(
+    two: list[dict[str, Any]], alone: dict[str, Any]
+) -> None:
+    """There the text depends on k, hence on what rounds are said to cost."""
+    assert alone["rejection"] == two[0]["rejection"] == two[1]["rejection"]
+    assert all(text["proposed"] > 2 * text["rounds"] / 3 for text in alone["rejection"])
+    assert any(0 < text["accepted"] < text["proposed"] for text in alone["rejection"])
 
 
 def test_ranks_agree_though_one_has_other_logits_another_draft_and_another_clock(

@@ -47,7 +47,8 @@ GPU = Machine(layer=1e-4, byte=1e-12, row=0.0, token=1e-4)
 
 
 def modelled(placed: Placed, drafter: Drafter, most: int) -> RoundCosts:
-    """Costs from bytes and layers. They depend on the models and the kind of device alone.
+    """Costs from bytes and layers. They depend on the models and the kind of device alone, not on where the models are
+    placed, nor on what rows were found to have equal bits there.
 
     Args:
         placed: The target.
@@ -57,7 +58,7 @@ def modelled(placed: Placed, drafter: Drafter, most: int) -> RoundCosts:
     machine = GPU
     if placed.device.type == "cpu":
         machine = CPU if next(placed.model.parameters()).dtype is torch.float32 else CPU_16
-    rows = placed.runner.rows(placed.rows)
+    rows = placed.runner.rows(range(1, most + 2))
     weight_bytes, n_layer = step_bytes(placed.model), placed.model.config.n_layer
     draft, verify = [], []
     for k in range(most + 1):
