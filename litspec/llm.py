@@ -136,9 +136,10 @@ class SpecLLM:
         self._pair = pair
         self._embedded = embedded
         self._idle: Engine | None = None  # the last text's, kept for its memory and its prompt
-        # What rounds cost, and how many proposals were accepted so far, by how tokens are chosen.
+        # What rounds cost, and how many proposals were accepted so far, by drafter and how tokens are chosen.
         self._costs: dict[tuple[object, ...], RoundCosts] = {}
         self._accepted: dict[tuple[object, ...], Acceptance] = {}
+        self._drafters: dict[int, Drafter] = {}  # by id, which is then no other's
         self._lock = threading.Lock()
 
     @classmethod
@@ -294,7 +295,8 @@ class SpecLLM:
         sampler = make_sampler(
             sampling,
             seed=text_seed(settings.seed, index),
-            banned=stop_ids,
+            # Compiled steps hold what bans them in any case, so that all texts share them.
+            banned=stop_ids if min_new_tokens or self.runner.compiles else [],
             banned_until=len(ids) + min_new_tokens if min_new_tokens else 0,
         )
         return self._run(
@@ -382,14 +384,17 @@ class SpecLLM:
         most = min(self.drafter.max_k, self.verify_width - 1)
         if speculative_k != "auto":
             return FixedK(min(speculative_k, most))
+        self._drafters[id(self.drafter)] = self.drafter
         if isinstance(sampler, Rejection):
             # The text depends on k here, so neither a clock nor another text may decide it.
-            if (Rejection,) not in self._costs:
-                self._costs[Rejection,] = modelled(self.placed, self.drafter, most)
-            return AdaptiveK(self._costs[Rejection,], Acceptance(most))
-        if sampler.kind not in self._costs:
-            self._costs[sampler.kind] = engine.time_rounds(self.drafter, most, sampler)
-        return AdaptiveK(self._costs[sampler.kind], self._accepted.setdefault(sampler.kind, Acceptance(most)))
+            key: tuple[object, ...] = id(self.drafter), Rejection
+            if key not in self._costs:
+                self._costs[key] = modelled(self.placed, self.drafter, most)
+            return AdaptiveK(self._costs[key], Acceptance(most))
+        key = id(self.drafter), sampler.kind
+        if key not in self._costs:
+            self._costs[key] = engine.time_rounds(self.drafter, most, sampler)
+        return AdaptiveK(self._costs[key], self._accepted.setdefault(key, Acceptance(most)))
 
     def reserve(self, max_length: int) -> None:
         """Makes room for texts of up to `max_length` tokens, prompt included, before the first of them.
@@ -407,7 +412,7 @@ class SpecLLM:
         with self._lock:
             engine, self._idle = self._idle, None
         if engine is not None and engine.max_length >= max_length:
-            engine.stop_ids = tuple(stop_ids)
+            engine.stop_ids, engine.drafter = tuple(stop_ids), self.drafter
             return engine
         del engine
         return Engine(self.placed, self.drafter, max_length=max_length, stop_ids=stop_ids)

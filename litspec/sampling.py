@@ -183,7 +183,7 @@ class Sampler:
         self, sampling: Sampling, banned: Sequence[int] = (), banned_until: int = 0, seed: int | None = None
     ) -> None:
         self.sampling = sampling
-        self._banned = list(banned) if banned_until > 0 else []
+        self._banned = list(banned)
         self._banned_until = banned_until
         self._seed = seed
         self._round: int | None = None

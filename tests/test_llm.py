@@ -22,12 +22,12 @@ from litgpt.generate.base import generate as litgpt_generate
 from tokenizers import Tokenizer, decoders, models
 
 from litspec import Completion, SpecLLM
-from litspec.drafters import Proposal
+from litspec.drafters import Drafter, DraftSession, Proposal
 from litspec.errors import InputError
 from litspec.model import KVCache
 
 PROMPTS = ["abcabcabc", "x", "The llama said: the llama said"]
-DRAFTERS = ["draft_model", "prompt_lookup", "early_exit", "none"]
+DRAFTERS = ["draft_model", "prompt_lookup", "lookup_then_model", "early_exit", "none"]
 
 
 def target_alone(folder: Path, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
@@ -172,6 +172,7 @@ def test_a_sampled_text_is_the_same_for_every_drafter_and_k_when_coupled(llm: Sp
             ("draft_model", "auto"),
             ("draft_model", 3),
             ("prompt_lookup", 7),
+            ("lookup_then_model", 5),
             ("early_exit", 2),
             ("none", 0),
         ]
@@ -179,19 +180,14 @@ def test_a_sampled_text_is_the_same_for_every_drafter_and_k_when_coupled(llm: Sp
     assert len(texts) == 1
 
 
-class Foresight:
+class Foresight(Drafter, DraftSession):
     """A drafter that is told what comes: the given tokens, some of them wrong."""
-
-    taps, max_k, step_bytes = (), 7, 0
 
     def __init__(self, tokens: Sequence[int], prompt_size: int) -> None:
         self.tokens, self.prompt_size = list(tokens), prompt_size
 
-    def begin(self, target: Any, max_length: int, sampler: Any) -> Foresight:
+    def start(self, target: Any, max_length: int, sampler: Any) -> Foresight:
         return self
-
-    def extend(self, tokens: Sequence[int], input_pos: int, hidden: torch.Tensor | None = None) -> None:
-        pass
 
     def propose(self, token: int, input_pos: int, k: int) -> Proposal:
         begin = input_pos + 1 - self.prompt_size
@@ -212,6 +208,20 @@ def test_a_drafter_of_the_callers_own_changes_the_rounds_and_not_the_text(
     wrong = [(token + (i % 3 == 0)) % 256 for i, token in enumerate(truth)]
     out = llm.with_drafter(Foresight(wrong, len(prompt))).generate("abc", max_new_tokens=31, temperature=0)
     assert out.token_ids == truth and 0 < out.stats.acceptance_rate < 1
+
+
+def test_a_drafter_in_the_place_of_another_drafts_from_the_next_text_on(llm: SpecLLM, pair: tuple[Path, Path]) -> None:
+    truth = target_alone(pair[0], llm.codec.encode("abc").tolist(), 31)
+    other, settings = llm.with_drafter("none"), dict(max_new_tokens=31, temperature=0)
+    drafters = [None, Foresight(truth, 3), Foresight([5] * 31, 3), None]
+    assert len(llm.codec.encode("abc")) == 3
+    for k, rates in ((4, [0, 1, 0, 0]), ("auto", [0, 1, 0, 0])):
+        outs = []
+        for other.drafter in drafters:
+            outs.append(other.generate("abc", speculative_k=k, **settings))
+        assert [out.token_ids for out in outs] == [truth] * 4 and 5 not in truth
+        assert [out.stats.acceptance_rate for out in outs] == rates
+        assert [out.stats.proposed > 0 for out in outs] == [False, True, True, False]
 
 
 def test_room_made_beforehand_serves_all_texts_that_fit(llm: SpecLLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -592,7 +602,7 @@ def test_loading_says_what_is_missing(pair: tuple[Path, Path]) -> None:
         (dict(draft_dir=pair[1]), ["draft_dir", "checkpoint_dir"]),
         (dict(checkpoint_dir=pair[0], drafter="draft_model"), ["draft_dir"]),
         (dict(checkpoint_dir=pair[0], drafter="oracle"), ["drafter", "oracle", "prompt_lookup"]),
-        (dict(checkpoint_dir=pair[0], drafter=object()), ["drafter", "object", "begin"]),
+        (dict(checkpoint_dir=pair[0], drafter=object()), ["drafter", "object", "litspec.drafters.Drafter"]),
         (dict(checkpoint_dir=pair[0], verify_width=0), ["verify_width", "0"]),
         (dict(checkpoint_dir=pair[0], precision="8-bit"), ["precision", "8-bit"]),
     ]:
@@ -606,7 +616,7 @@ def test_loading_says_what_is_missing(pair: tuple[Path, Path]) -> None:
 
 def test_no_argument_loads_the_embedded_pair_which_shows_itself() -> None:
     llm = SpecLLM.load()
-    assert "embedded" in llm.describe() and "DraftModel" in llm.describe()
+    assert "embedded" in llm.describe() and "Drafter: draft_model" in llm.describe()
     out = llm.generate("It was a truth", max_new_tokens=24, temperature=0)
     assert (
         isinstance(out, Completion)

@@ -50,6 +50,9 @@ class Engine:
     Nothing is moved when a proposal is refused: what stands in a slot behind the last committed token is masked until
     it is overwritten.
 
+    Attributes:
+        drafter, stop_ids: For texts that have not got a slot yet, see below.
+
     Args:
         placed: The target.
         drafter: Who drafts; None for plain decoding.
@@ -64,7 +67,7 @@ class Engine:
         self.placed = placed
         self.max_length = max_length
         self.stop_ids = tuple(stop_ids)
-        self._drafter = drafter
+        self.drafter = drafter
         self._cache = Slots(placed, slots, max_length, stop_ids)
         self._waiting: deque[tuple[int, Request]] = deque()
         self._running: dict[int, tuple[int, Request, Slot]] = {}  # by number of the slot: handle, request, slot
@@ -151,7 +154,7 @@ class Engine:
 
     def _open(self, request: Request, number: int) -> Slot:
         """A text in a slot, of which nothing has been read."""
-        target, drafter = self._cache.sessions[number], self._drafter
+        target, drafter = self._cache.sessions[number], self.drafter
         target.stop_ids = self.stop_ids
         text = Text(len(request.prompt), request.max_length, request.stop)
         draft = None if drafter is None else drafter.start(target, request.max_length, request.sampler)
