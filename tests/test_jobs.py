@@ -28,6 +28,7 @@ from job_child import child
 from litspec import SpecLLM
 from litspec.checkpoint import open_checkpoint
 from litspec.drafters import DraftModel
+from litspec.engine.engine import Engine
 from litspec.errors import InputError
 from litspec.jobs import disk, files, progress, run, run_job
 from litspec.jobs.deciding import checkpoint_digest
@@ -35,7 +36,6 @@ from litspec.jobs.files import Answer, JobFiles
 from litspec.llm import Completion, text_seed
 from litspec.model import GPT
 from litspec.report import Stats
-from litspec.rounds import TargetSession
 
 TOKENS = 6
 
@@ -679,22 +679,22 @@ def test_a_prefix_that_prompts_share_is_read_once_and_changes_no_bit(
         return prefill(self, idx, *args, **kwargs)
 
     monkeypatch.setattr(GPT, "prefill", counting)
-    sessions: list[TargetSession] = []
-    begin = TargetSession.__init__
+    engines: list[Engine] = []
+    make = Engine.__init__
 
-    def counted(self: TargetSession, *args: Any) -> None:
-        sessions.append(self)
-        begin(self, *args)
+    def counted(self: Engine, *args: Any, **settings: Any) -> None:
+        engines.append(self)
+        make(self, *args, **settings)
 
-    monkeypatch.setattr(TargetSession, "__init__", counted)
+    monkeypatch.setattr(Engine, "__init__", counted)
     assert job("with.jsonl", prompts_file=path, load={"draft_dir": None}) == 0
     assert rows == [600, *(600 + len(end) - 512 for end in ends[1:])]
-    assert len(sessions) == 1 and sessions[0].max_length == 900 + TOKENS  # none was replaced as prompts grew
+    assert len(engines) == 1 and engines[0].max_length == 900 + TOKENS  # none was replaced as prompts grew
 
     assert job("drafted.jsonl", prompts_file=path) == 0
 
-    take, take_draft = SpecLLM._take_session, DraftModel.take
-    fresh = [(SpecLLM, "_take_session", take), (DraftModel, "take", take_draft)]
+    take, take_draft = SpecLLM._take_engine, DraftModel.take
+    fresh = [(SpecLLM, "_take_engine", take), (DraftModel, "take", take_draft)]
     for kind, name, method in fresh:
         monkeypatch.setattr(
             kind, name, lambda self, *args, method=method: (setattr(self, "_idle", None), method(self, *args))[1]
