@@ -42,7 +42,7 @@ def test_buckets_are_built_at_warm_up_and_none_later() -> None:
     compiled = torch.compile(model.verify, fullgraph=True, dynamic=False, backend="aot_eager")
     cache = model.make_cache(500, powers_of_two=True)
     buckets = cache.buckets(500 + WIDTH)
-    assert buckets == sorted({cache.bucket(length) for length in range(1, 501 + WIDTH)}) == [256, 512]
+    assert buckets == sorted({cache.bucket(length) for length in range(1, 501 + WIDTH)}) == [512, 1024]
     idx = torch.zeros(1, WIDTH, dtype=torch.int64)
     for kv_length in buckets:
         compiled(idx, torch.tensor([0]), cache, kv_length=kv_length)

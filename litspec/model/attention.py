@@ -21,6 +21,8 @@ from litspec.model.norm import RMSNorm, build_norm
 # Up to this many rows the query heads of a group are folded into rows; longer (prefill) chunks loop over them instead,
 # since the mask would have to be repeated for each.
 MAX_FOLDED_ROWS = 64
+# Folded rows are filled up to a multiple of the one, and to at least the other, see `folded_rows`.
+ROW_GROUP, FEWEST_ROWS = 4, 12
 # Keys whose values are added up in one product where attention is done by hand.
 KEY_BLOCK = 64
 
@@ -37,7 +39,21 @@ def deinterleave(x: Tensor) -> Tensor:
 
 def mask_kind(window: int | None, heads_per_group: int, width: int, softcap: float | None) -> MaskKind:
     """The mask that `attend` wants: one with a row for each folded query, where queries are folded."""
-    return window, 1 if softcap is not None or width > MAX_FOLDED_ROWS else heads_per_group
+    if width > MAX_FOLDED_ROWS:
+        return window, 1, 0
+    missing = folded_rows(heads_per_group, width) - heads_per_group * width
+    return window, 1 if softcap is not None and not missing else heads_per_group, missing
+
+
+def folded_rows(heads_per_group: int, width: int) -> int:
+    """Rows that the queries of a group fill, with the rows that are added for their bits' sake.
+
+    Of a product inside the attention, the last few rows that fill no whole group of `ROW_GROUP` round in another way on
+    some CPUs, and so do all of fewer than `FEWEST_ROWS` where one head has all threads. A single row is left alone: no
+    block of one row agrees with longer ones everywhere.
+    """
+    rows = heads_per_group * width
+    return rows if width == 1 else max(FEWEST_ROWS, -(-rows // ROW_GROUP) * ROW_GROUP)
 
 
 def attend(
@@ -54,7 +70,15 @@ def attend(
     mask = step.masks[mask_kind(window, R, W, softcap)]
     k, v = k[:, :, : step.kv_length], v[:, :, : step.kv_length]
     q = q.view(B, W, G, R, D).permute(0, 2, 3, 1, 4)  # (B, G, R, W, D)
-    if softcap is not None:
+    missing = folded_rows(R, W) - R * W if W <= MAX_FOLDED_ROWS else 0
+    if missing:
+        folded = F.pad(q.reshape(B, G, R * W, D), (0, 0, 0, missing))
+        if softcap is not None:
+            y = softcapped_attention(folded.unsqueeze(2), k, v, mask, scale, softcap).squeeze(2)
+        else:
+            y = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale)
+        y = y[:, :, : R * W].unflatten(2, (R, W))
+    elif softcap is not None:
         y = softcapped_attention(q, k, v, mask, scale, softcap)
     elif W <= MAX_FOLDED_ROWS:
         y = F.scaled_dot_product_attention(q.reshape(B, G, R * W, D), k, v, attn_mask=mask, scale=scale)

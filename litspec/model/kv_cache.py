@@ -17,30 +17,37 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-# What attention masks differ in: the window (None: no window), and how many copies of the rows stand below each other.
-MaskKind = tuple[int | None, int]
+# What attention masks differ in: the window (None: no window), how many copies of the rows stand below each other, and
+# how many rows that see everything follow them.
+MaskKind = tuple[int | None, int, int]
 
 
 # A compiled step costs more to build than the few slots it could save in a short text.
-SMALLEST_COMPILED = 256
+SMALLEST_COMPILED = 512
 
 
 def kv_bucket(length: int, *, powers_of_two: bool = False) -> int:
-    """The number of K/V slots read to cover `length` positions: 64, 128, 256, 512, then multiples of 512.
+    """The number of K/V slots read to cover `length` positions: 64, 128, 512, then multiples of 512.
 
     The CPU's fused attention works through the keys 512 at a time. A longer bucket then adds whole masked chunks and
-    changes no bit of the result, while a length that cuts a chunk elsewhere does.
+    changes no bit of the result, while a length that cuts a chunk elsewhere does. Up to 128 keys are summed in one go,
+    whatever is masked behind them; 256 are not on every processor.
 
     Args:
         length: positions to cover.
-        powers_of_two: double from 64 on throughout, so that few lengths (compiled steps) cover any context.
+        powers_of_two: double from 512 on, so that few lengths (compiled steps) cover any context.
     """
-    bucket = 64
-    while bucket < length and (powers_of_two or bucket < 512):
+    if length <= 128:
+        return 64 if length <= 64 else 128
+    if not powers_of_two:
+        return -(-length // 512) * 512
+    bucket = 512
+    while bucket < length:
         bucket *= 2
-    return bucket if bucket >= length else -(-length // 512) * 512
+    return bucket
 
 
 class KVCache:
@@ -101,17 +108,19 @@ class KVCache:
         """All that a forward reads or writes here."""
         return [*self.k, *self.v, *self.rope, self.slots, self._in_sight, self._hidden]
 
-    def mask(self, positions: Tensor, kv_length: int, window: int | None, copies: int) -> Tensor:
-        """What the rows at `positions` `(B, W)` see: 0 or -inf, `(B, 1, copies * W, kv_length)`."""
+    def mask(self, positions: Tensor, kv_length: int, kind: MaskKind) -> Tensor:
+        """What the rows at `positions` `(B, W)` see: 0 or -inf, `(B, 1, copies * W + missing, kv_length)`."""
+        window, copies, missing = kind
         B, W = positions.shape
         slots, rows = self.slots[:kv_length], positions.view(B, 1, W, 1)
         hidden = slots > rows
         if window is not None and window < kv_length:
             hidden = hidden | (slots <= rows - window)
         mask = torch.where(hidden, self._hidden, self._in_sight)
-        if copies == 1 or W == 1:
+        if W == 1 or (copies == 1 and not missing):
             return mask
-        return mask.unsqueeze(2).expand(B, 1, copies, W, kv_length).reshape(B, 1, copies * W, kv_length)
+        mask = mask.unsqueeze(2).expand(B, 1, copies, W, kv_length).reshape(B, 1, copies * W, kv_length)
+        return F.pad(mask, (0, 0, 0, missing)) if missing else mask
 
 
 @dataclass(frozen=True)
@@ -123,7 +132,7 @@ class Step:
         kv_length: slots read, L.
         positions: where the rows stand, `(N,)`.
         rope: per rope base the rows' `(cos, sin)`, each `(N, 1, n)`.
-        masks: for each kind the additive mask `(B, 1, copies * W, L)`; of a single row one copy serves for all.
+        masks: for each kind the additive mask, see `KVCache.mask`; of a single row one copy serves for all.
     """
 
     batch_size: int
@@ -145,7 +154,7 @@ class Step:
             kv_length,
             flat,
             rope,
-            {(window, copies): cache.mask(positions, kv_length, window, copies) for window, copies in kinds},
+            {kind: cache.mask(positions, kv_length, kind) for kind in kinds},
         )
 
     def write(self, buffer: Tensor, new: Tensor) -> None:
