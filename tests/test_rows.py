@@ -10,7 +10,7 @@ from families import FAMILIES, VOCAB, model_of
 
 from litspec.engine.rows import class_limit, distinct_blocks, find_rows
 from litspec.errors import InputError
-from litspec.model import GPT
+from litspec.model import GPT, packed
 from litspec.model.packed import PackedLinear
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -83,6 +83,25 @@ def test_blocks_are_tried_up_to_the_last_of_a_new_kind() -> None:
     block = model.transformer.h[1]
     block.mlp.proj = PackedLinear(block.mlp.proj)
     assert distinct_blocks(model) == 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["llama-3", "gemma-2", "pythia"])
+def test_packed_layers_have_equal_bits_from_two_rows_on(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = copy.deepcopy(model_of(name, dtype))
+    monkeypatch.setattr(packed, "GAINS", dict.fromkeys(DTYPES, (1, 1)))
+    packed.pack(model, 8)
+    assert set(range(2, 9)) <= set(find_rows(model, 8))
+
+
+def test_every_layer_of_a_large_model_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for rows, large, every in ((8, 2**10, True), (8, 2**25, False), (1, 2**10, False)):
+        monkeypatch.setattr(packed, "LARGE", large)
+        model = copy.deepcopy(model_of("llama-3"))
+        packed.pack(model, rows)
+        assert all(isinstance(b.mlp.proj, PackedLinear) == every for b in model.transformer.h)
 
 
 def test_one_row_is_a_class_of_its_own() -> None:

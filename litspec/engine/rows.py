@@ -21,8 +21,8 @@ from litspec.model import GPT, KVCache
 # Blocks are tried across these borders between K/V buckets: behind the first, sums over keys may get longer; behind
 # 512 the CPU's fused attention works in several chunks.
 BORDERS = (64, 128, 256, 512, 1024)
-# What values in the cache are multiplied by, see `_Trial`.
-LOUD = 2.0**12
+# What values in the cache are multiplied by, where their type can hold it; see `_Trial`.
+LOUD = 2.0**22
 # Where the texts of a batch are tried: one in each of the first buckets, and one behind the first chunk of 512.
 SHORT, LONG = (4, 60, 100), (4, 60, 300, 532)
 
@@ -139,7 +139,8 @@ class _Trial:
             keys[:, :, 1] = keys[:, :, 0]
             buffer.copy_(keys.flatten(1, 3).to(buffer.dtype).expand_as(buffer))
         for buffer in self.cache.v:
-            values = torch.randn(*buffer.shape[1:], generator=generator).unflatten(1, (-1, 2, 2)) * LOUD
+            loud = min(LOUD, torch.finfo(buffer.dtype).max / 16)
+            values = torch.randn(*buffer.shape[1:], generator=generator).unflatten(1, (-1, 2, 2)) * loud
             values[:, :, 1] = -values[:, :, 0]
             buffer.copy_(values.flatten(1, 3).to(buffer.dtype).expand_as(buffer))
         device = self.cache.slots.device
