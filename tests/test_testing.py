@@ -14,7 +14,7 @@ from checkpoints import write_checkpoint
 from litspec import SpecLLM
 from litspec.__main__ import main
 from litspec.commands.verify import _compare, _difference
-from litspec.drafters import DraftModel, Proposal
+from litspec.drafters import Drafter, DraftModel, DraftSession, Proposal
 from litspec.sampling import Distribution, Sampling, Verified
 from litspec.testing import P_VALUE, accept_rule_test, check_drafter, g_test, honesty
 
@@ -29,30 +29,26 @@ def draft_model(llm: SpecLLM, kind: type[DraftModel] = DraftModel) -> DraftModel
     return kind(llm.placed.draft_model, target_config=llm.placed.model.config, max_k=7)
 
 
-@pytest.mark.parametrize("name", ["draft_model", "prompt_lookup", "early_exit"])
+@pytest.mark.parametrize("name", ["draft_model", "prompt_lookup", "early_exit", "lookup_then_model"])
 def test_our_own_drafters_keep_their_promises(llm: SpecLLM, name: str) -> None:
     check_drafter(llm.with_drafter(name).drafter, llm, rounds=5, draws=1024)
 
 
-class Wrapped:
+class Wrapped(Drafter):
     """A draft model with one promise broken."""
-
-    taps: tuple[int, ...] = ()
-    max_k = 7
-    step_bytes = 0
 
     def __init__(self, llm: SpecLLM) -> None:
         self.inner = draft_model(llm)
 
-    def begin(self, *args: object) -> Wrapped.Session:
-        return self.Session(self.inner.begin(*args))
+    def start(self, *args: object) -> Wrapped.Session:
+        return self.Session(self.inner.start(*args))
 
-    class Session:
+    class Session(DraftSession):
         def __init__(self, inner: object) -> None:
             self.inner = inner
 
-        def extend(self, tokens: Sequence[int], input_pos: int, hidden: torch.Tensor | None = None) -> None:
-            self.inner.extend(tokens, input_pos, hidden)
+        def commit(self, tokens: Sequence[int], input_pos: int, hidden: torch.Tensor | None = None) -> None:
+            self.inner.commit(tokens, input_pos, hidden)
 
         def propose(self, token: int, input_pos: int, k: int) -> Proposal:
             return self.inner.propose(token, input_pos, k)
@@ -83,9 +79,9 @@ class Forgetful(Wrapped):
             super().__init__(inner)
             self.last: list[int] = []
 
-        def extend(self, tokens: Sequence[int], input_pos: int, hidden: torch.Tensor | None = None) -> None:
+        def commit(self, tokens: Sequence[int], input_pos: int, hidden: torch.Tensor | None = None) -> None:
             believed = [*self.last, *tokens][: len(tokens)] if self.last else tokens
-            super().extend(believed, input_pos, hidden)
+            super().commit(believed, input_pos, hidden)
             self.last = []
 
         def propose(self, token: int, input_pos: int, k: int) -> Proposal:
@@ -106,12 +102,12 @@ class Restless(Wrapped):
 
 
 class Shared(Wrapped):
-    """Whoever asks, the text that was begun last answers."""
+    """Whoever asks, the text that was started last answers."""
 
     latest: object = None
 
-    def begin(self, *args: object) -> Wrapped.Session:
-        session = super().begin(*args)
+    def start(self, *args: object) -> Wrapped.Session:
+        session = super().start(*args)
         self.latest = session.inner
         session.drafter = self
         return session
@@ -233,10 +229,11 @@ def test_verify_names_a_difference_and_exits_1(
     real = GreedySampler.verify
 
     def believes_drafts(
-        self, logits, position, tokens, q=None, inputs=None
+        self, logits, position, tokens, q=None
     ):  # the fault: everything proposed is accepted
         verified = real(self, logits, position, tokens, q)
-        return verified._replace(tokens=torch.cat((tokens, verified.tokens[-1:])), accepted=torch.tensor(len(tokens)))
+        n = int((tokens >= 0).sum())  # the rest of the block is padding
+        return verified._replace(tokens=torch.cat((tokens[:n], verified.tokens[n:])), accepted=torch.tensor(n))
 
     monkeypatch.setattr(GreedySampler, "verify", believes_drafts)
     target, draft = write_checkpoint(tmp_path / "target", seed=1), write_checkpoint(tmp_path / "draft", seed=2)
