@@ -139,12 +139,10 @@ class Peers:
             ),
             "litspec, plain": self._litspec(llm.with_drafter("none", verify_width=1), 0),
             f"litspec, prompt lookup, k = {k}": self._litspec(lookup, k),
-            f"litspec, draft model, k = {k}, {k + 1} rows": self._litspec(
-                llm.with_drafter("draft_model", verify_width=k + 1), k
-            ),
-            f"litspec, draft model, k = {k}, 8 rows": self._litspec(llm, k),
-            "litspec, draft model, k = 7, 8 rows": self._litspec(llm, 7),
-            "litspec, draft model, k = auto, 8 rows": self._litspec(llm, "auto"),
+            f"litspec, lookup, then model, k = {k}": self._litspec(llm.with_drafter("lookup_then_model"), k),
+            f"litspec, draft model, k = {k}": self._litspec(llm, k),
+            "litspec, draft model, k = 7": self._litspec(llm, 7),
+            "litspec, draft model, k = auto": self._litspec(llm, "auto"),
             "litspec compiled, plain": self._litspec(compiled.with_drafter("none", verify_width=1), 0),
             f"litspec compiled, draft model, k = {k}, 8 rows": self._litspec(compiled, k),
             "litspec compiled, draft model, k = 7, 8 rows": self._litspec(compiled, 7),

@@ -40,6 +40,7 @@ from datetime import date
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import litgpt.model
@@ -194,7 +195,7 @@ def compiled(stage: Stage, llm: SpecLLM) -> Iterator[SpecLLM]:
     other = llm.compiled()
     yield other
     seconds = other.compile_seconds
-    stage.number("building graphs", f"{seconds:.0f} s", f"{len(other.placed.graphs)} graphs", seconds=seconds)
+    stage.number("building graphs", f"{seconds:.0f} s", f"{len(other.runner)} graphs", seconds=seconds)
 
 
 # ---- stage 1 ----
@@ -296,7 +297,8 @@ def measure_decoding(stage: Stage, mode: str, llm: SpecLLM, setup: Setup) -> Non
     generate = dict(prompt=LONG_PROMPTS[0], max_new_tokens=setup.max_new_tokens, speculative_k=setup.k, **GREEDY)
     wide = llm.with_drafter("none")
     text, prompt = wide.generate(**generate).token_ids, llm.codec.encode(LONG_PROMPTS[0]).tolist()
-    decoders = {"plain": llm.with_drafter("none", verify_width=1), f"no drafter, {WIDTH} rows": wide}
+    rows = llm.runner.rows(llm.placed.rows)
+    decoders = {"plain": llm.with_drafter("none", verify_width=1), f"no drafter, {rows[0]} rows": wide}
     for right in (0.6, 0.8, 0.9):
         simulated = SimulatedDrafter(llm.drafter, [prompt + text], right, llm.placed.model.config.vocab_size)
         decoders[f"k = {setup.k}, {right} right"] = llm.with_drafter(simulated)
@@ -309,19 +311,28 @@ def measure_decoding(stage: Stage, mode: str, llm: SpecLLM, setup: Setup) -> Non
     speeds = rates({name: partial(decode, name) for name in decoders}, setup)
     middle = prompt + text[: len(text) // 2]
     parts = measure_parts(
-        llm, decoders["plain"], {"draft": llm.drafter}, Sampling(0.0), middle, (1, WIDTH), 4 * setup.repeats, setup.k
+        llm,
+        decoders["plain"],
+        {"draft": llm.drafter},
+        Sampling(0.0),
+        middle,
+        sorted({1, *rows}),
+        4 * setup.repeats,
+        setup.k,
     )
-    plain_step, step, draft = parts.verify[1], parts.verify[WIDTH], parts.draft["draft"]
+    plain_step, step, draft = parts.verify[1], parts.verify_for(setup.k), parts.draft["draft"]
     for name, speed in speeds.items():
         stats, speedup = latest[name].stats, speed / speeds["plain"]
         gain = (stats.new_tokens - 1) / stats.rounds
-        ideal = 1.0 if name == "plain" else gain * plain_step / (step + stats.proposed / stats.rounds * draft)
+        rounds = latest[name].blocks[1:]
+        verifying = fmean(parts.verify_for(block.proposed, plain=name == "plain") for block in rounds)
+        ideal = gain * plain_step / (verifying + stats.proposed / stats.rounds * draft)
         note = f"{speedup:.2f} x plain, ideal {ideal:.2f}, efficiency {speedup / ideal:.2f}; {gain:.2f} tokens a round"
         numbers = dict(speedup=speedup, ideal=ideal, efficiency=speedup / ideal, tokens_per_round=gain)
         stage.number(f"{mode}, {name}", f"{speed:.1f} tokens/s", note, tokens_per_second=speed, **numbers)
     read, copied = parts.weight_bandwidth, parts.copy_bandwidth
     note = f"{read / 1e9:.0f} of {copied / 1e9:.0f} GB/s; a plain step {plain_step * 1e3:.2f} ms, "
-    note += f"{WIDTH} rows {step * 1e3:.2f}, a draft step {draft * 1e3:.2f}"
+    note += f"the rows of {setup.k} proposals {step * 1e3:.2f}, a draft step {draft * 1e3:.2f}"
     numbers = dict(plain_step=plain_step, step=step, draft_step=draft, read=read, copied=copied, share=read / copied)
     stage.number(f"{mode}, share of bandwidth", f"{read / copied:.0%}", note, **numbers)
     same = [completion.token_ids == text for name, completion in latest.items() if name != "plain"]
