@@ -17,12 +17,12 @@ from torch._dynamo.utils import counters
 
 from litspec import SpecLLM
 from litspec.__main__ import main
-from litspec.compiled import Graphs, split
-from litspec.drafters import FixedK, Proposal, autoregressive
-from litspec.drafters.autoregressive import fitting
-from litspec.drafters.speculative_k import AdaptiveK
+from litspec.drafters import AdaptiveK, Drafter, DraftSession, FixedK, Proposal
+from litspec.drafters.speculative_k import Acceptance, RoundCosts
+from litspec.engine import runner
+from litspec.engine.engine import Engine
+from litspec.engine.runner import CompiledRunner, Runner
 from litspec.errors import InputError
-from litspec.rounds import Rounds
 from litspec.sampling import Distribution, Sampling, make_sampler
 
 WIDTH = 4
@@ -42,6 +42,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def llm(pair: tuple[Path, Path]) -> SpecLLM:
     return SpecLLM.load(*pair, verify_width=WIDTH, compile=True, precision="32-true")
+
+
+def graphs(llm: SpecLLM) -> tuple[int, int]:
+    """How many steps are compiled, as litspec counts and as torch does."""
+    return len(llm.runner), counters["stats"]["unique_graphs"]
 
 
 def decode(llm: SpecLLM, mode: str, **settings: Any) -> list[list[int]]:
@@ -64,27 +69,39 @@ def test_a_compiled_text_is_the_same_with_every_drafter_and_every_k(llm: SpecLLM
 def test_graphs_are_built_before_the_first_token_and_serve_every_text(
     llm: SpecLLM, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, ready = Rounds.warm_up, []
+    real, ready = Engine.prepare, []
 
-    def warm_up(self: Rounds) -> None:
+    def prepare(self: Engine) -> None:
         real(self)
-        ready.append((len(llm.placed.graphs), counters["stats"]["unique_graphs"]))
+        ready.append(graphs(llm))
 
-    monkeypatch.setattr(Rounds, "warm_up", warm_up)
+    monkeypatch.setattr(Engine, "prepare", prepare)
     decode(llm, mode)
-    built = len(llm.placed.graphs), counters["stats"]["unique_graphs"]
-    assert ready == [built, built]  # all by the first text, none while it was written, none for the second
+    built = graphs(llm)
+    # All before the first token of the first text, none while it was written, none for the second.
+    assert set(ready) == {built} and len(ready) > 2
     assert llm.compile_seconds > 0
     # Other texts, lengths, seeds, stops and k: the same graphs, and the texts differ, so nothing of one was built in.
     texts = {str(decode(llm, mode, seed=seed)) for seed in (1, 2, 3)}
     decode(llm, mode, max_new_tokens=7, min_new_tokens=5, stop="q")
     llm.generate("y" * 100, **MODES[mode], max_new_tokens=100, speculative_k=3)
-    assert (len(llm.placed.graphs), counters["stats"]["unique_graphs"]) == built
+    assert graphs(llm) == built
     assert len(texts) == (1 if mode == "greedy" else 3)
 
 
-def test_a_seed_gives_one_text_with_the_rejection_sampler(llm: SpecLLM) -> None:
-    assert decode(llm, "rejection", seed=5) == decode(llm, "rejection", seed=5) != decode(llm, "rejection", seed=6)
+@pytest.mark.parametrize("k", [3, "auto"])
+def test_a_seed_gives_one_text_with_the_rejection_sampler(pair: tuple[Path, Path], llm: SpecLLM, k: Any) -> None:
+    # The first text builds its steps, of which the sampler's numbers must know nothing.
+    fresh = SpecLLM.load(*pair, verify_width=WIDTH, compile=True, precision="32-true")
+    settings = dict(seed=5, speculative_k=k)
+    first = decode(fresh, "rejection", **settings)
+    assert decode(fresh, "rejection", **settings) == decode(fresh, "rejection", **settings) == first
+    # After other texts, and after steps for other settings have been built.
+    before = len(fresh.runner)
+    fresh.generate("something else", **MODES["coupled"], max_new_tokens=9, speculative_k=2)
+    assert len(fresh.runner) > before
+    assert decode(fresh, "rejection", **settings) == first != decode(fresh, "rejection", speculative_k=k, seed=6)
+    assert decode(llm, "rejection", **settings) == first
 
 
 def test_a_compiled_text_is_what_uncompiled_steps_write(llm: SpecLLM, pair: tuple[Path, Path]) -> None:
@@ -102,9 +119,9 @@ def test_a_longer_text_builds_what_it_needs_at_its_beginning(pair: tuple[Path, P
     uncompiled = SpecLLM.load(target, drafter="none", verify_width=2)
     settings = dict(temperature=0.0, max_new_tokens=100)
     short = llm.generate("abcabc", **settings)
-    assert len(llm.placed.graphs) == 1  # 256 slots
+    assert len(llm.runner) == 1  # 256 slots
     out = llm.generate("abcabc" * 60, **settings)
-    assert len(llm.placed.graphs) == 3  # 256 and 512, of a longer cache
+    assert len(llm.runner) == 3  # 256 and 512, of a longer cache
     assert out.token_ids == uncompiled.generate("abcabc" * 60, **settings).token_ids
     assert llm.generate("abcabc", **settings).token_ids == short.token_ids
 
@@ -115,12 +132,11 @@ def test_stop_tokens_are_banned_in_a_graph_as_long_as_they_are_to_be(llm: SpecLL
     logits[:, eos] = 9
     for sampling in (Sampling(0), Sampling(1.0, 5), Sampling(1.0, 5, sampler="coupled")):
         sampler = make_sampler(sampling, seed=1, banned=[eos], banned_until=12)
-        inputs = sampler.inputs(torch.device("cpu"), rows=WIDTH, columns=5)
         tokens = torch.full((WIDTH - 1,), eos)
-        for position in (5, torch.tensor([5])):
-            assert sampler.verify(logits, position, tokens, None, inputs).accepted == 0
+        for position in (5, sampler.inputs(logits.device, 5, WIDTH)):
+            assert sampler.verify(logits, position, tokens).accepted == 0
         # The third row stands at position 12.
-        kept = sampler.ban(logits, torch.tensor([10]), inputs).isfinite()[:, eos]
+        kept = sampler.ban(logits, sampler.inputs(logits.device, 10, WIDTH)).isfinite()[:, eos]
         assert kept.tolist() == [False, False, True, True]
 
 
@@ -136,7 +152,6 @@ def test_a_proposal_padded_to_the_width_is_judged_like_itself(top_k: int | None,
         sampler = make_sampler(Sampling(0.7, top_k), seed=seed)
         draws = [sampler.draw(draft_logits[i : i + 1], i) for i in range(m)]
         tokens = torch.cat([token for token, _ in draws]) if m else torch.empty(0, dtype=torch.int64)
-        inputs = sampler.inputs(torch.device("cpu"), rows=WIDTH, columns=columns)
         q = padded_q = None
         if drawn:
             parts = [torch.cat([getattr(q, name) for _, q in draws]) if m and getattr(draws[0][1], name) is not None
@@ -147,9 +162,9 @@ def test_a_proposal_padded_to_the_width_is_judged_like_itself(top_k: int | None,
             ids = parts[1] if m else (torch.empty(0, columns, dtype=torch.int64) if top_k else None)
             pad = torch.nn.functional.pad
             padded_q = Distribution(pad(probs, rows), None if ids is None else pad(ids, rows))
-        alone = sampler.verify(logits[: m + 1], 0, tokens, q, inputs._replace(uniform=inputs.uniform[:m]))
+        alone = sampler.verify(logits[: m + 1], 0, tokens, q)
         padded = torch.cat((tokens, torch.full((WIDTH - 1 - m,), -1)))
-        whole = sampler.verify(logits, 0, padded, padded_q, inputs)
+        whole = sampler.verify(logits, 0, padded, padded_q)
         n = int(alone.accepted)
         accepted.add(n)
         assert int(whole.accepted) == n
@@ -157,24 +172,88 @@ def test_a_proposal_padded_to_the_width_is_judged_like_itself(top_k: int | None,
     assert accepted >= ({0, m} if drawn else {0})
 
 
-class Tapping:
-    """A drafter that wants the target's states."""
+class Reporting(Drafter):
+    """Draws from a table of its own, which is right now and then, and reports what it drew from.
 
-    taps, max_k, step_bytes = (0,), 3, 0
+    Args:
+        form: Of what it reports: "sparse" (ten ids), "dense", "short" (dense, over the first ids only), or "none" (the
+            most likely token, and nothing reported).
+        taps: Blocks whose states it wants; what it is told of them decides what it proposes.
+    """
 
-    def begin(self, target: Any, max_length: int, sampler: Any) -> Tapping:
-        return self
+    max_k = WIDTH - 1
 
-    def extend(self, tokens: Sequence[int], input_pos: int, hidden: torch.Tensor | None = None) -> None:
-        pass
+    def __init__(self, form: str, taps: tuple[int, ...] = ()) -> None:
+        self.form, self.taps = form, taps
+        self.told: list[torch.Tensor] = []
+        self.table = 2 * torch.randn(64, 240 if form == "short" else 264, generator=torch.Generator().manual_seed(3))
+
+    def start(self, target: Any, max_length: int, sampler: Any) -> DraftSession:
+        return ReportingSession(self)
+
+
+class ReportingSession(DraftSession):
+    def __init__(self, drafter: Reporting) -> None:
+        self.drafter, self.state = drafter, 0
+
+    def commit(self, tokens: Sequence[int], input_pos: int, hidden: torch.Tensor | None = None) -> None:
+        assert (hidden is None) is (not self.drafter.taps)
+        if hidden is not None:
+            self.drafter.told.append(hidden.clone())
+            self.state = int(hidden[-1].argmax())
 
     def propose(self, token: int, input_pos: int, k: int) -> Proposal:
-        return Proposal(torch.empty(0, dtype=torch.int64))
+        probs = self.drafter.table[[(token + self.state + i) % 64 for i in range(k)]].softmax(1)
+        if self.drafter.form == "none":
+            return Proposal(probs.argmax(1))
+        kept, ids = probs.topk(10) if self.drafter.form == "sparse" else (probs, None)
+        kept = kept / kept.sum(1, keepdim=True)
+        columns = torch.multinomial(kept, 1, generator=torch.Generator().manual_seed(input_pos))
+        tokens = columns if ids is None else ids.gather(1, columns)
+        return Proposal(tokens.view(-1), Distribution(kept, ids))
 
 
-def test_what_compiled_steps_do_not_go_with_is_refused_in_a_sentence(llm: SpecLLM, pair: tuple[Path, Path]) -> None:
-    with pytest.raises(InputError, match=r"taps = \(0,\).*load without compile"):
-        llm.with_drafter(Tapping()).generate("a")
+@pytest.mark.parametrize(
+    ("form", "taps"), [("sparse", ()), ("dense", ()), ("short", ()), ("none", (1, -1)), ("sparse", (0,))]
+)
+def test_a_drafter_of_the_callers_own_may_report_q_and_see_states(
+    llm: SpecLLM, pair: tuple[Path, Path], form: str, taps: tuple[int, ...]
+) -> None:
+    plain = SpecLLM.load(*pair, drafter="none", verify_width=WIDTH, precision="32-true")
+    for mode, settings in (*((mode, {}) for mode in MODES), ("rejection", dict(top_k=None))):
+        ours, theirs = Reporting(form, taps), Reporting(form, taps)
+        own = llm.with_drafter(ours)
+        texts = decode(own, mode, **settings)
+        built = graphs(llm)
+        # With the guarantee there is one text, with every drafter; else it is the one of uncompiled steps.
+        if mode != "rejection":
+            assert texts == decode(llm.with_drafter("none"), mode), mode
+        assert texts == decode(plain.with_drafter(theirs), mode, **settings), mode
+        if taps:
+            told, expected = torch.cat(ours.told), torch.cat(theirs.told)
+            assert told.shape == expected.shape == (told.size(0), 32 * len(taps)) and told.size(0) > 2 * 40
+            assert torch.allclose(told, expected, rtol=1e-4, atol=1e-4)
+        assert len({str(decode(own, mode, **settings, seed=seed)) for seed in (1, 2)}) == (1 if mode == "greedy" else 2)
+        decode(own, mode, **settings, max_new_tokens=9, speculative_k=2)
+        out = own.generate("y" * 100, **MODES[mode] | settings, max_new_tokens=100, speculative_k=3)
+        assert out.stats.proposed > 0 and (len(llm.runner), graphs(llm)) == (built[0], built), mode
+
+
+@pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection of all ids"])
+def test_whatever_form_q_has_the_steps_are_built_before_the_first_token(
+    llm: SpecLLM, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The samplers that ask for no q run none, and the rejection sampler over all ids brings each form into its own."""
+    settings = dict(top_k=None) if mode.startswith("rejection") else {}
+    real, ready = Engine.prepare, []
+    monkeypatch.setattr(Engine, "prepare", lambda self: (real(self), ready.append(graphs(llm)))[0])
+    for form in ("none", "sparse", "dense", "short"):
+        decode(llm.with_drafter(Reporting(form)), mode.split()[0], **settings)
+        assert set(ready) == {graphs(llm)}, form
+        ready.clear()
+
+
+def test_what_compiled_steps_do_not_go_with_is_refused_in_a_sentence(pair: tuple[Path, Path]) -> None:
     for flags, said in (
         (dict(placement="sequential"), "single, replicate.*'sequential'"),
         (dict(placement="tensor_parallel", devices=2, accelerator="cpu"), "not with 'tensor_parallel'"),
@@ -201,43 +280,45 @@ def test_without_a_compiler_that_is_said_and_nothing_is_loaded(
 
 
 def test_a_failing_compiler_ends_in_a_sentence() -> None:
-    graphs = Graphs(torch.device("cpu"))
-
-    def make() -> Any:
-        return lambda x: print(x.tolist())  # no graph can hold this
-
+    compiled = CompiledRunner(torch.device("cpu"))
     with pytest.raises(InputError, match=r"compile failed \(.*load without compile"):
-        graphs.call("name", make, torch.zeros(2))
-    assert len(graphs) == 0
+        compiled.run("name", lambda x: print(x.tolist()), torch.zeros(2))  # no graph can hold this
+    assert len(compiled) == 0 and "name" not in compiled
 
 
 def test_any_k_is_split_into_pieces() -> None:
-    binary = (4, 2, 1)
+    binary, split = (4, 2, 1), CompiledRunner(torch.device("cpu")).split
     assert [split(k, binary) for k in range(8)] == [[], [1], [2], [2, 1], [4], [4, 1], [4, 2], [4, 2, 1]]
     assert split(15, binary) == [4, 4, 4, 2, 1] and split(7, (7, *binary)) == [7] and split(6, (7, *binary)) == [4, 2]
     assert split(3, (5,)) == [5] and split(5, (3,)) == [3, 3] and split(0, (5,)) == []
     assert FixedK(5).pieces == (5,) and FixedK(0).pieces == ()
-    assert [AdaptiveK(most, 0.1, timed=False).pieces for most in (1, 3, 7)] == [(1,), (3, 2, 1), (7, 4, 2, 1)]
+    adaptive = [
+        AdaptiveK(RoundCosts((0.0,) * (most + 1), (1.0,) * (most + 1)), Acceptance(most)) for most in (1, 3, 7)
+    ]
+    assert [choice.pieces for choice in adaptive] == [(1,), (3, 2, 1), (7, 4, 2, 1)]
+    # Without graphs any k is one step.
+    assert Runner().split(7, binary) == [7] and Runner().pieces((7, 4), 1) == (7, 4)
 
 
 def test_long_draft_steps_share_no_graph(
     llm: SpecLLM, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    binary = (7, 4, 2, 1)
+    binary, compiled = (7, 4, 2, 1), CompiledRunner(torch.device("cpu"))
+    fitting = compiled.pieces
     # Of 16 layers at most, and of equal parts, so that nothing is drafted in vain.
     assert fitting((7,), 1) == fitting((7,), 2) == (7,) and fitting((7,), 3) == fitting((7,), 30) == (1,)
     assert fitting((6,), 4) == (3,) and fitting(binary, 4) == (4, 2, 1) and fitting(binary, 16) == (1,)
     for n_layer in range(1, 40):
         for k in range(1, 16):
-            sizes = split(k, fitting((k,), n_layer))
+            sizes = compiled.split(k, fitting((k,), n_layer))
             assert sum(sizes) == k and (max(sizes) == 1 or max(sizes) * n_layer <= 16)
     alone = decode(llm.with_drafter("none"), "greedy")
-    monkeypatch.setattr(autoregressive, "LAYERS_PER_GRAPH", 2)
+    monkeypatch.setattr(runner, "LAYERS_PER_GRAPH", 2)
     other = SpecLLM.load(*pair, verify_width=WIDTH, compile=True, precision="32-true")
     outs = other.generate(PROMPTS, **MODES["greedy"], max_new_tokens=40, seed=1, speculative_k=3)
     assert [out.token_ids for out in outs] == alone
     # One graph to verify and one that drafts a single token, which serves three times a round.
-    assert len(other.placed.graphs) == 2 and max(out.stats.proposed / out.stats.rounds for out in outs) > 2
+    assert len(other.runner) == 2 and max(out.stats.proposed / out.stats.rounds for out in outs) > 2
 
 
 def test_the_command_says_that_it_compiles(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,8 +337,10 @@ def test_verify_holds_compiled_steps_to_the_same_promise(
     monkeypatch.setattr("litspec.commands.verify.TABLE_DRAWS", 5_000)
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
     compiled = []
-    real = Graphs.call
-    monkeypatch.setattr(Graphs, "call", lambda self, key, *args: (compiled.append(key), real(self, key, *args))[1])
+    real = CompiledRunner.run
+    monkeypatch.setattr(
+        CompiledRunner, "run", lambda self, key, *args: (compiled.append(key), real(self, key, *args))[1]
+    )
     flags = ["--checkpoint_dir", pair[0], "--draft_dir", pair[1], "--verify_width", 3, "--max_new_tokens", 24]
     flags += ["--prompts_file", tmp_path / "prompts.txt", "--output_format", "json", "--top_k", 20]
     with pytest.raises(SystemExit) as exit_:

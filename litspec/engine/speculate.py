@@ -17,7 +17,7 @@ from litspec.drafters.base import DraftSession, Proposal
 from litspec.engine.sequence import Text
 from litspec.engine.target import Slots, TargetSession
 from litspec.errors import InputError
-from litspec.sampling import Distribution, Inputs, Rejection, Sampler, right_prefix
+from litspec.sampling import Choosing, Distribution, Inputs, Sampler, right_prefix
 
 if TYPE_CHECKING:
     from litspec.drafters.speculative_k import SpeculativeK
@@ -288,23 +288,25 @@ class Verification:
         self._taps = tuple(dict.fromkeys(tap for slot in slots for tap in slot.taps))
 
     def form(self, q: Distribution | None, tokens: torch.Tensor, sampler: Sampler) -> Distribution | None:
-        """The proposal's distributions with a row for each proposal that there might be.
+        """The proposal's distributions with a row for each proposal that there might be; None for who asks for none.
 
-        A graph is built for one form, that of the sampler's own distributions. A token that was not drawn is brought
-        into it as a certain one.
+        A graph is built for one form, that of the sampler's own distributions; into it is brought what fits, so a token
+        that was not drawn becomes a certain one. What has more candidates gets the one other form: a column per id.
         """
+        if isinstance(sampler, Choosing):
+            return None
+        if self._target.runner.compiles:
+            vocab_size = self._target.config.padded_vocab_size
+            columns = sampler.columns(vocab_size)
+            if q is None:
+                ids = tokens.clamp(0, vocab_size - 1).unsqueeze(1)
+                q = Distribution(torch.ones(ids.shape, device=ids.device), ids)
+            if columns < vocab_size and q.ids is not None and q.probs.size(1) <= columns:
+                if (more := columns - q.probs.size(1)) > 0:
+                    q = Distribution(F.pad(q.probs, (0, more)), F.pad(q.ids, (0, more)))
+            elif q.ids is not None:
+                q = Distribution(q.at(Distribution(torch.empty(tokens.size(0), vocab_size, device=tokens.device))))
         missing = self._rows - 1 - tokens.size(0)
-        if self._target.runner.compiles and isinstance(sampler, Rejection):
-            columns = sampler.columns(self._target.config.padded_vocab_size)
-            sparse = columns < self._target.config.padded_vocab_size
-            if q is None and sparse:
-                ids = tokens.unsqueeze(1).expand(-1, columns)
-                q = Distribution((torch.arange(columns, device=tokens.device) == 0).float().expand(ids.shape), ids)
-            elif q is None or (not sparse and q.ids is not None):
-                whole = Distribution(torch.empty(tokens.size(0), columns, device=tokens.device))
-                q = Distribution(F.one_hot(tokens.clamp(0, columns - 1), columns).float() if q is None else q.at(whole))
-            elif q.ids is None and not sparse:
-                q = Distribution(F.pad(q.probs, (0, columns - q.probs.size(1))))
         if q is None or missing == 0:
             return q
         rows = (0, 0, 0, missing)
@@ -357,7 +359,8 @@ class Verification:
             ]
             return outcomes[0] if len(outcomes) == 1 else torch.cat(outcomes), hidden
 
-        return target.runner.run(self.key(buffers, q), step, buffers, block, input_pos, q, stops, inputs)
+        key = self.key(buffers, q) if target.runner.compiles else None
+        return target.runner.run(key, step, buffers, block, input_pos, q, stops, inputs)
 
 
 def prepare(slot: Slot, cache: Slots) -> None:
