@@ -54,6 +54,7 @@ def test_greedy_no_drafter_and_every_drafter_at_every_k_give_the_same_tokens(llm
     for k in range(1, llm.verify_width):
         assert token_ids(llm, "draft_model", temperature=0.0, speculative_k=k) == alone, f"draft_model at k = {k}"
     assert token_ids(llm, "prompt_lookup", temperature=0.0) == alone
+    assert token_ids(llm, "lookup_then_model", temperature=0.0) == alone
     assert token_ids(llm, "early_exit", temperature=0.0, speculative_k=4) == alone
 
 
@@ -61,7 +62,8 @@ def test_coupled_no_drafter_and_every_drafter_at_every_k_give_the_same_tokens(ll
     alone = token_ids(llm, "none", PROMPTS[:4], **COUPLED)
     for k in (*range(1, llm.verify_width), "auto"):
         assert token_ids(llm, "draft_model", PROMPTS[:4], speculative_k=k, **COUPLED) == alone, f"draft_model, k = {k}"
-    assert token_ids(llm, "prompt_lookup", PROMPTS[:4], **COUPLED) == alone
+    for drafter in ("prompt_lookup", "lookup_then_model"):
+        assert token_ids(llm, drafter, PROMPTS[:4], **COUPLED) == alone, drafter
 
 
 def test_rejection_repeats_with_its_seed_and_a_further_prompt_changes_no_other(llm: SpecLLM) -> None:
