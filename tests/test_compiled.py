@@ -113,16 +113,16 @@ def test_a_compiled_text_is_what_uncompiled_steps_write(llm: SpecLLM, pair: tupl
 
 
 def test_a_longer_text_builds_what_it_needs_at_its_beginning(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    config = tiny_config(block_size=600)
+    config = tiny_config(block_size=1200)
     target = write_checkpoint(tmp_path / "target", config, weights=lively_weights(config))
     llm = SpecLLM.load(target, drafter="prompt_lookup", verify_width=2, compile=True)
     uncompiled = SpecLLM.load(target, drafter="none", verify_width=2)
     settings = dict(temperature=0.0, max_new_tokens=100)
     short = llm.generate("abcabc", **settings)
-    assert len(llm.runner) == 1  # 256 slots
-    out = llm.generate("abcabc" * 60, **settings)
-    assert len(llm.runner) == 3  # 256 and 512, of a longer cache
-    assert out.token_ids == uncompiled.generate("abcabc" * 60, **settings).token_ids
+    assert len(llm.runner) == 1  # 512 slots
+    out = llm.generate("abcabc" * 100, **settings)
+    assert len(llm.runner) == 3  # 512 and 1024, of a longer cache
+    assert out.token_ids == uncompiled.generate("abcabc" * 100, **settings).token_ids
     assert llm.generate("abcabc", **settings).token_ids == short.token_ids
 
 
