@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from litspec.errors import InputError
 from litspec.model.attention import CausalSelfAttention, MultiheadLatentAttention, mask_kind
 from litspec.model.bound import bound
-from litspec.model.kv_cache import SMALLEST_COMPILED, KVCache, MaskKind, Step, kv_bucket
+from litspec.model.kv_cache import SMALLEST_COMPILED, KVCache, Step, kv_bucket
 from litspec.model.mlp import build_mlp
 from litspec.model.norm import build_norm
 
@@ -100,7 +100,6 @@ class GPT(nn.Module):
         self._blocks = [bound(block) for block in self.transformer.h]
         attentions = [block.attn for block in self.transformer.h]
         self._attention_kinds = {(a.window, a.n_head // a.n_query_groups, a.softcap) for a in attentions}
-        self._mask_kinds: dict[int, set[MaskKind]] = {}  # by width
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         result = super().load_state_dict(*args, **kwargs)
@@ -213,10 +212,7 @@ class GPT(nn.Module):
         return (logits, hidden[0]) if taps else logits
 
     def _step(self, cache: KVCache, input_pos: Tensor, width: int, kv_length: int) -> Step:
-        kinds = self._mask_kinds.get(width)
-        if kinds is None:
-            kinds = {mask_kind(window, copies, width, softcap) for window, copies, softcap in self._attention_kinds}
-            self._mask_kinds[width] = kinds
+        kinds = {mask_kind(window, copies, width, softcap) for window, copies, softcap in self._attention_kinds}
         return Step.at(cache, input_pos, width, kv_length, kinds)
 
     def _rows(
