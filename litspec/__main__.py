@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
@@ -54,6 +55,9 @@ def build_parser() -> ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line and exits: 0, 2 for input that cannot be used, 1 for a lost rank, 130 after Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    # A file or pipe on Windows, or a bare locale, may lack a character of the text: better another one than no text.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
     if argv and argv[0] in COMMANDS:
         argv = joined(argv, COMMANDS[argv[0]])
     try:

@@ -375,7 +375,7 @@ def _settle_tables(model: nn.Module, device: torch.device | str | None) -> None:
 
 
 def load_tokenizer(checkpoint_dir: Path, *, role: str = "checkpoint_dir") -> Tokenizer:
-    """LitGPT's tokenizer of a folder.
+    """LitGPT's tokenizer of a folder, without the folder's settings for training.
 
     Raises:
         InputError: When a file that it is made from is missing or broken.
@@ -389,12 +389,22 @@ def load_tokenizer(checkpoint_dir: Path, *, role: str = "checkpoint_dir") -> Tok
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of JSON that LitGPT repairs: the caller hears of it another way
-            return Tokenizer(checkpoint_dir)
+            return _for_inference(Tokenizer(checkpoint_dir))
     except Exception as error:  # the tokenizers library raises nothing narrower
         names = ("tokenizer.json", "tokenizer.model")
         name = next((name for name in names if (checkpoint_dir / name).is_file()), " or ".join(names))
         what = f"{str(checkpoint_dir / name)!r} ({role})"
         raise InputError(f"{what} cannot be loaded as a tokenizer: {_one_line(error)}.") from error
+
+
+def _for_inference(tokenizer: Tokenizer) -> Tokenizer:
+    """Switches off what `tokenizer.json` keeps from training: prompts would be cut, filled up, or split by chance."""
+    if tokenizer.backend == "huggingface":
+        tokenizer.processor.no_truncation()
+        tokenizer.processor.no_padding()
+        if getattr(tokenizer.processor.model, "dropout", None):  # of BPE's merges
+            tokenizer.processor.model.dropout = None
+    return tokenizer
 
 
 def read_generation_config(checkpoint_dir: Path, *, role: str = "checkpoint_dir") -> tuple[dict[str, Any], bool]:

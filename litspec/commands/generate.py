@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from litspec.arguments import spelled_out
 from litspec.config import FLAG_DEFAULTS, GenerateConfig, LoadConfig, check_k
@@ -93,6 +93,16 @@ def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def json_for(stream: TextIO, value: Any) -> str:
+    """JSON on one line, with escapes where the stream's encoding lacks a character."""
+    line = json.dumps(value, ensure_ascii=False)
+    try:
+        line.encode(stream.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return line
+
+
 def announce_compiling(runner: Any) -> None:
     """Has a line printed when the first step is compiled, since what follows takes a while."""
 
@@ -130,7 +140,7 @@ def _sample(llm: Any, prompt: str, include_prompt: bool, output_format: str, tin
             "finish_reason": completion.finish_reason,
             "stats": completion.stats.as_dict(),
         }
-        print(json.dumps(record, ensure_ascii=False), flush=True)
+        print(json_for(sys.stdout, record), flush=True)
     log(completion.stats.summary())
     if compiled := llm.compile_seconds - compiled:
         log(f"Before the first token {compiled:.0f} s went into compiling.")

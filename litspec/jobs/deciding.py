@@ -21,6 +21,7 @@ from litspec.jobs.prompts import Prompts
 from litspec.llm import SpecLLM
 from litspec.placement import TensorParallel
 from litspec.sampling import Sampling
+from litspec.text import TextCodec
 
 # `resolved` adds what of the first changes bits. The second choose the proposals: texts depend on them where proposals
 # are accepted by rejection sampling, and only there.
@@ -79,6 +80,7 @@ def deciding(prompts: Prompts, load: Mapping[str, Any], settings: Mapping[str, A
         "num_samples": prompts.num_samples,
         "checkpoint_dir": checkpoint_digest(target),
     }
+    found |= _decided_by_folder(TextCodec(target.dir, target.config))
     if depends_on_proposals(prompts, settings):
         draft = DEMO_DRAFT if embedded else load["draft_dir"]
         if draft is not None and load["drafter"] in ("auto", "draft_model"):
@@ -87,6 +89,18 @@ def deciding(prompts: Prompts, load: Mapping[str, Any], settings: Mapping[str, A
             draft = None
         found |= {name: given[name] for name in DRAFTING if name != "drafter"} | {"draft_dir": draft}
     return json.loads(json.dumps(found, default=str))
+
+
+def _decided_by_folder(codec: TextCodec) -> dict[str, Any]:
+    """What LitGPT makes of a folder's files, in part by the folder's name."""
+    style = codec.prompt_style
+    rendered = [style.apply("a prompt", sys_prompt=given) for given in (None, "a system prompt")]
+    return {
+        "bos": bool(codec.tokenizer.use_bos),
+        "prompt_style": f"{type(style).__module__}.{type(style).__qualname__}",
+        "prompt_template": digest(*map(str, rendered)),
+        "stop_tokens": sorted(codec.stop_tokens),
+    }
 
 
 def resolved(llm: SpecLLM, wanted: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,6 +152,7 @@ def refuse_other(out: Path, begun: Mapping[str, Any], wanted: Mapping[str, Any])
         "prompts_file": "the content of prompts_file",
         "checkpoint_dir": "the checkpoint in checkpoint_dir",
         "draft_dir": "the checkpoint in draft_dir",
+        "prompt_template": "what the prompt style makes of a prompt",
     }
     changed = [
         hashed.get(name) or f"{name} (then {begun.get(name)!r}, now {value!r})"

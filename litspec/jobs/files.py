@@ -20,7 +20,7 @@ from litspec.jobs.deciding import refuse_other
 from litspec.jobs.disk import LineFile, as_line, dump, load_line, locked, log, whole_lines, write_atomically
 from litspec.jobs.prompts import Prompts, Request
 
-FORMAT = 1
+FORMAT = 2
 SYNC_SECONDS = 1.0
 
 
