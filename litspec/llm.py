@@ -149,6 +149,7 @@ class SpecLLM:
         exit_layer: int | None = None,
         verify_width: int = 8,
         compile: bool = False,
+        trust_prompt_style: bool = False,
     ) -> SpecLLM:
         """Loads a target and its drafter.
 
@@ -176,6 +177,7 @@ class SpecLLM:
                 its length: seconds to minutes once, for more tokens a second. Their bits are not those of uncompiled
                 steps, so where two tokens are nearly equal the text may be another; with and without a drafter it is
                 the same.
+            trust_prompt_style: Let `prompt_style.yaml` name a class that is not LitGPT's own; its code is run.
 
         Raises:
             InputError: A ValueError; a sentence about a folder, file or setting that cannot be used.
@@ -192,7 +194,7 @@ class SpecLLM:
         if drafter not in ("auto", "draft_model"):
             draft_dir = None  # not needed, so not read
         draft = open_checkpoint(draft_dir, role="draft_dir") if draft_dir is not None else None
-        codec = TextCodec(target.dir, target.config)
+        codec = TextCodec(target.dir, target.config, trust_prompt_style=trust_prompt_style)
         pair = check_pair(target, draft) if draft is not None else None
         placed = place(
             target,

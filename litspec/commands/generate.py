@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Callable
 from typing import Any, Literal
 
 from litspec.types import DrafterName, DraftPlacementName, PlacementName, Precision, Quantize, SamplerName
@@ -42,6 +42,8 @@ def generate(
     draft_placement: DraftPlacementName = "replicated",
     quantize: Quantize | None = None,
     compile: bool = False,
+    trust_prompt_style: bool = False,
+    raw: bool = False,
     include_prompt: bool = False,
     output_format: Literal["text", "json"] = "text",
     show_acceptance: bool = False,
@@ -88,12 +90,14 @@ def generate(
         quantize: Quantize the target's linear layers with bitsandbytes (CUDA only).
         compile: Run steps as compiled graphs (torch.compile): seconds to minutes before the first token, then more
             tokens a second. Where two tokens are nearly equal the text may be another than without.
+        trust_prompt_style: Let prompt_style.yaml name a class that is not LitGPT's own; its code is run.
+        raw: Write control characters to a terminal as they are; else they are shown escaped there.
         include_prompt: Print the prompt before the text.
         output_format: text streams the text; json prints one object for each text.
         show_acceptance: Colour the text by where each token came from: drafted and accepted, or the target's own. Only
             in a terminal, and not where NO_COLOR is set.
     """
-    from litspec.errors import InputError
+    from litspec.errors import InputError, printable
     from litspec.llm import SpecLLM
     from litspec.report import TerminalTint
 
@@ -115,6 +119,7 @@ def generate(
         draft_placement=draft_placement,
         quantize=quantize,
         compile=compile,
+        trust_prompt_style=trust_prompt_style,
     )
     settings = dict(
         sys_prompt=sys_prompt,
@@ -154,17 +159,20 @@ def generate(
     log(llm.describe())
     if compile:
         announce_graphs(llm.placed.graphs)
+    clean = printable if sys.stdout.isatty() and not raw else str
     tint = TerminalTint(sys.stdout) if show_acceptance and output_format == "text" else None
     if tint is not None and tint.enabled:
         tint.write_legend(sys.stderr)
     for index in range(num_samples):
-        _sample(llm, prompt, include_prompt, output_format, tint, index=index, **settings)
+        _sample(llm, prompt, include_prompt, output_format, tint, clean, index=index, **settings)
     return 0
 
 
 def log(text: str) -> None:
     """Says something to the person at the terminal, out of the way of the text."""
-    print(text, file=sys.stderr, flush=True)
+    from litspec.errors import printable
+
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def announce_graphs(graphs: Any) -> None:
@@ -177,19 +185,29 @@ def announce_graphs(graphs: Any) -> None:
     graphs.notify = say
 
 
-def _sample(llm: Any, prompt: str, include_prompt: bool, output_format: str, tint: Any, **settings: Any) -> None:
-    """Prints one text and what it cost."""
+def _sample(
+    llm: Any,
+    prompt: str,
+    include_prompt: bool,
+    output_format: str,
+    tint: Any,
+    clean: Callable[[str], str],
+    **settings: Any,
+) -> None:
+    """Prints one text and what it cost. `clean` makes of the text what is shown."""
+    from litspec.jobs.disk import as_line, dump
+
     compiled = llm.compile_seconds
     stream = llm.generate(prompt, stream=True, **settings)
     as_text = output_format == "text"
     if as_text and include_prompt:
-        sys.stdout.write(prompt)
+        sys.stdout.write(clean(prompt))
     try:
         for piece in stream:
             if tint is not None:
-                tint.write(stream.latest)
+                tint.write([piece._replace(text=clean(piece.text)) for piece in stream.latest])
             elif as_text:
-                sys.stdout.write(piece)
+                sys.stdout.write(clean(piece))
                 sys.stdout.flush()
     finally:
         if as_text:
@@ -204,7 +222,7 @@ def _sample(llm: Any, prompt: str, include_prompt: bool, output_format: str, tin
             "finish_reason": completion.finish_reason,
             "stats": completion.stats.as_dict(),
         }
-        print(json.dumps(record, ensure_ascii=False), flush=True)
+        print(as_line(dump(record)).decode(), end="", flush=True)
     log(completion.stats.summary())
     if compiled := llm.compile_seconds - compiled:
         log(f"Before the first token {compiled:.0f} s went into compiling.")

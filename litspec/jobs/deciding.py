@@ -21,8 +21,17 @@ from litspec.llm import SpecLLM
 from litspec.placement import TensorParallel
 from litspec.sampling import Sampling
 
-# Where and how fast; `resolved` adds what of it changes bits.
-PLACING = ("accelerator", "devices", "num_nodes", "placement", "precision", "draft_precision", "draft_device")
+# Where, how fast and whom one trusts; `resolved` adds what of it changes bits.
+PLACING = (
+    "accelerator",
+    "devices",
+    "num_nodes",
+    "placement",
+    "precision",
+    "draft_precision",
+    "draft_device",
+    "trust_prompt_style",
+)
 # These choose the proposals. Texts depend on them where proposals are accepted by rejection sampling, and only there.
 DRAFTING = ("draft_dir", "drafter", "exit_layer", "draft_placement", "speculative_k")
 
