@@ -14,6 +14,7 @@ from litspec import __version__
 from litspec.commands.bench import bench
 from litspec.commands.generate import generate
 from litspec.commands.verify import verify
+from litspec.lifeline import check_environment
 
 COMMANDS: dict[str, Callable[..., int]] = {"generate": generate, "verify": verify, "bench": bench}
 
@@ -63,11 +64,12 @@ def build_parser() -> ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs the command line and exits: 0, 2 for input that cannot be used, 1 for a lost rank, 130 after Ctrl-C."""
+    """Runs the command line and exits: 0, 2 for input that cannot be used or a lost rank, 130 after Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
     # jsonargparse writes "append to a list" with a plus.
     argv = ["--stop+" + arg[6:] if arg.split("=")[0] == "--stop" else arg for arg in argv]
     try:
+        check_environment()
         parsed = build_parser().parse_args(argv)
         values = vars(parsed[parsed.command])
         values.pop("config", None)
@@ -82,12 +84,14 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         code = 0
     except Exception as error:
         from litspec.errors import InputError
-        from litspec.placement import LostRank
 
-        if not isinstance(error, (InputError, LostRank)):
-            raise
+        if not isinstance(error, InputError):
+            from litspec.placement import LostRank  # takes long to import, and fails where lightning does
+
+            if not isinstance(error, LostRank):
+                raise
         print(f"litspec: {error}", file=sys.stderr)
-        code = 2 if isinstance(error, InputError) else 1
+        code = 2
     sys.exit(code)
 
 

@@ -189,11 +189,9 @@ class JobFiles:
         """Refuses a stats file that no job wrote, which would be cut off."""
         first = next(whole_lines(self.stats), None)
         found = load_line(first or b"{}")
-        ours = "id" in found and not found.keys() - {"id", "sample"} or "new_tokens" in found or "error" in found
+        ours = ("id" in found and not found.keys() - {"id", "sample"}) or "new_tokens" in found or "error" in found
         if not (ours if first is not None else begins_with(self.stats, b'{"id": ')):
-            raise InputError(
-                f"{str(self.stats)!r} holds what no job wrote; give another out_file, or move it away."
-            )
+            raise InputError(f"{str(self.stats)!r} holds what no job wrote; give another out_file, or move it away.")
 
     def new_part(self, rank: int, job: int) -> PartFile:
         """A file for the texts of one rank. Every run makes its own: a rank of a killed run may still write."""
@@ -335,9 +333,7 @@ class Parts:
         path, position = self._where.pop(number)
         answer = _answer(load_line(next(whole_lines(path, position), b"")))
         if answer is None or answer.number != number:
-            raise InputError(
-                f"{str(path)!r} was removed or changed while the job read it; run the same command again."
-            )
+            raise InputError(f"{str(path)!r} was removed or changed while the job read it; run the same command again.")
         return answer
 
 

@@ -153,7 +153,7 @@ class Prompts(Sequence[Request]):
         except UnicodeEncodeError as error:
             raise InputError(f"{where} is not valid Unicode: it holds half of a surrogate pair.") from error
         except RecursionError as error:  # what can be read need not be shallow enough to be written
-            raise InputError(f"{where} is nested too deep; a line holds strings, numbers and a list of strings.") from error
+            raise InputError(f"{where} is nested too deep; a line holds strings and numbers.") from error
         id_ = found.pop("id", None)
         if id_ is not None:
             if not (isinstance(id_, str) or _is_int(id_)):

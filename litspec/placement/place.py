@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 import sys
@@ -22,8 +21,10 @@ from torch import Tensor
 from litspec.checkpoint import Checkpoint
 from litspec.compiled import Graphs
 from litspec.errors import InputError
+from litspec.lifeline import env_int
 from litspec.model import GPT
-from litspec.placement.heartbeat import Heartbeat
+from litspec.placement.heartbeat import Heartbeat, LostRank, own_store
+from litspec.placement.meeting import Meeting
 from litspec.placement.replicate import Replica
 from litspec.placement.sequential import load_sequential, split_pair
 from litspec.placement.single import Single, load_model, load_quantized
@@ -165,11 +166,11 @@ def place(
         _check_compile("tensor_parallel", quantize, draft_device)
     if cut:
         whole, small = _cut(whole, small, draft_placement, ranks)
-    fabric = _launch(accelerator, devices, num_nodes, "tensor_parallel" if cut else placement, ranks)
+    fabric, heartbeat = _launch(accelerator, devices, num_nodes, "tensor_parallel" if cut else placement, ranks)
     rank = fabric.global_rank
-    heartbeat = _heartbeat(rank, ranks)
     models = _load(whole, small, fabric.device, rank, ranks, quantize)
     if cut:
+        heartbeat.needed = False
         return TensorParallel(*models, fabric.device, verify_width, rank, ranks, heartbeat)
     graphs = Graphs(fabric.device) if compile else None
     return Replica(*models, fabric.device, verify_width, rank, ranks, graphs, heartbeat)
@@ -229,10 +230,10 @@ def process_rank() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     if TorchElasticEnvironment.detect():
-        return int(os.environ["RANK"])
+        return env_int("RANK")
     if SLURMEnvironment.detect():
-        return int(os.environ["SLURM_PROCID"])
-    return int(os.environ.get("LOCAL_RANK", 0)) or int(os.environ.get("NODE_RANK", 0))
+        return env_int("SLURM_PROCID")
+    return env_int("LOCAL_RANK", 0) or env_int("NODE_RANK", 0)
 
 
 def _launched(devices: int | str, num_nodes: int) -> tuple[int | str, int]:
@@ -240,11 +241,12 @@ def _launched(devices: int | str, num_nodes: int) -> tuple[int | str, int]:
     if devices not in (1, "1") or num_nodes != 1:
         return devices, num_nodes
     if TorchElasticEnvironment.detect():
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-        return local, int(os.environ["WORLD_SIZE"]) // local
+        world = env_int("WORLD_SIZE")
+        local = max(1, env_int("LOCAL_WORLD_SIZE", world))
+        return local, world // local
     if SLURMEnvironment.detect():
-        nodes = int(os.environ.get("SLURM_NNODES", 1))
-        return int(os.environ["SLURM_NTASKS"]) // nodes, nodes
+        nodes = max(1, env_int("SLURM_NNODES", 1))
+        return env_int("SLURM_NTASKS") // nodes, nodes
     return devices, num_nodes
 
 
@@ -274,14 +276,19 @@ def _fabric(**settings: Any) -> Fabric:
         settings["devices"] = os.environ.get("LT_DEVICES", settings["devices"])
     try:
         return Fabric(**settings)
-    except (ValueError, TypeError, RuntimeError, MisconfigurationException) as error:
+    except InputError:
+        raise
+    except (ValueError, TypeError, RuntimeError, KeyError, MisconfigurationException) as error:
         names = [name for name in ("accelerator", "devices", "num_nodes") if name in settings]
         asked = ", ".join(f"{name} = {settings[name]!r}" for name in names)
         raise InputError(f"Lightning Fabric cannot give {asked}: {' '.join(str(error).split())}") from error
 
 
-def _launch(accelerator: str, devices: int | str, num_nodes: int, placement: str, ranks: int) -> Fabric:
+def _launch(
+    accelerator: str, devices: int | str, num_nodes: int, placement: str, ranks: int
+) -> tuple[Fabric, Heartbeat]:
     """Starts the other processes, or meets them where they have been started."""
+    meets = not dist.is_initialized() and not _under_fabric_run()
     if dist.is_initialized():
         if dist.get_world_size() != ranks:
             raise InputError(
@@ -303,16 +310,40 @@ def _launch(accelerator: str, devices: int | str, num_nodes: int, placement: str
             )
     fabric = _fabric(accelerator=accelerator, devices=devices, num_nodes=num_nodes, strategy=DDPStrategy())
     try:
+        if not meets:  # they have met already, or Fabric has seen to it
+            _start(fabric)
+            return fabric, _heartbeat(fabric.global_rank, ranks)
+        environment = fabric.strategy.cluster_environment
+        environment.validate_settings(num_devices=ranks // num_nodes, num_nodes=num_nodes)
+        heartbeat = _meet(Meeting(environment, ranks // num_nodes, num_nodes))
         _start(fabric)
+    except (InputError, LostRank):
+        raise
     except ValueError as error:  # the launcher's number of processes is another
         raise InputError(f"placement {placement!r}: {' '.join(str(error).split())}") from error
-    return fabric
+    except (RuntimeError, KeyError) as error:
+        raise LostRank.because(error) from error
+    return fabric, heartbeat
 
 
-@functools.cache
+_met: list[Heartbeat] = []
+
+
+def _meet(meeting: Meeting) -> Heartbeat:
+    """Beats from the meeting on: a rank that is lost before the process group stands would be waited for by it."""
+    heartbeat = Heartbeat(meeting.rank, meeting.ranks, meeting.hold(), meeting.children)
+    heartbeat.needed = True
+    _met.append(heartbeat)
+    return heartbeat
+
+
 def _heartbeat(rank: int, ranks: int) -> Heartbeat:
-    device = "cpu" if dist.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
-    return Heartbeat(rank, ranks, lambda value: int(broadcast(torch.tensor([value], device=device)).item()))
+    """That of ranks which have met before."""
+    if not _met:
+        device = "cpu" if dist.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
+        store = own_store(rank, lambda value: int(broadcast(torch.tensor([value], device=device)).item()))
+        _met.append(Heartbeat(rank, ranks, store))
+    return _met[0]
 
 
 # ---- precision ----
