@@ -14,6 +14,7 @@ from litspec import __version__
 from litspec.commands.bench import bench
 from litspec.commands.generate import generate
 from litspec.commands.verify import verify
+from litspec.errors import InputError
 from litspec.lifeline import check_environment
 
 COMMANDS: dict[str, Callable[..., int]] = {"generate": generate, "verify": verify, "bench": bench}
@@ -69,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     # jsonargparse writes "append to a list" with a plus.
     argv = ["--stop+" + arg[6:] if arg.split("=")[0] == "--stop" else arg for arg in argv]
     try:
+        if sys.stdout is None:
+            raise InputError("stdout is closed; give the text a place to go, such as a file or /dev/null.")
         check_environment()
         parsed = build_parser().parse_args(argv)
         values = vars(parsed[parsed.command])
@@ -83,8 +86,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     except Exception as error:
-        from litspec.errors import InputError
-
+        if isinstance(error, OSError) and _stdout_failed():
+            error = InputError(f"stdout cannot be written: {error.strerror}.")
         if not isinstance(error, InputError):
             from litspec.placement import LostRank  # takes long to import, and fails where lightning does
 
@@ -93,6 +96,16 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         print(f"litspec: {error}", file=sys.stderr)
         code = 2
     sys.exit(code)
+
+
+def _stdout_failed() -> bool:
+    """Whether what stdout holds cannot be written; it is dropped then, lest the interpreter tries again at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 if __name__ == "__main__":

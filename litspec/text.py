@@ -82,6 +82,11 @@ class TextCodec:
             raise InputError(
                 f"LitGPT puts BOS before prompts for {folder!r}, but its tokenizer_config.json names no bos_token."
             ) from error
+        except (RuntimeError, OverflowError, TypeError, ValueError) as error:  # ids that fit no tensor
+            raise InputError(
+                f"The tokenizer of {str(self.checkpoint_dir)!r} gives the prompt tokens that are no ids of a model: "
+                f"{' '.join(str(error).split())}."
+            ) from error
         if ids.numel() == 0:
             raise InputError(f"The prompt {prompt!r} has no tokens; give at least one character.")
         size = self.config.padded_vocab_size

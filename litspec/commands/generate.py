@@ -100,9 +100,11 @@ def generate(
     from litspec.errors import InputError, printable
     from litspec.llm import SpecLLM
     from litspec.report import TerminalTint
+    from litspec.sampling import Sampling
 
     if num_samples < 1:
         raise InputError(f"num_samples must be at least 1, got {num_samples}")
+    Sampling(temperature, top_k, top_p, sampler)  # refuses what it cannot use, before anything is loaded
     load = dict(
         checkpoint_dir=checkpoint_dir,
         draft_dir=draft_dir,

@@ -111,9 +111,14 @@ def verify(
 
     from litspec.errors import InputError
     from litspec.llm import SpecLLM
+    from litspec.sampling import Sampling
 
     if verify_width < 2:
         raise InputError(f"verify_width must be at least 2, or there is nothing to verify, got {verify_width}")
+    Sampling(temperature, top_k, top_p)  # refuses what it cannot use, before anything is loaded
+    if max_new_tokens < 1:
+        raise InputError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    prompts = read_prompts(prompts_file)
     llm = SpecLLM.load(
         checkpoint_dir,
         draft_dir,
@@ -127,7 +132,6 @@ def verify(
         draft_device=draft_device,
         compile=compile,
     )
-    prompts = read_prompts(prompts_file)
     drafters = ["prompt_lookup", "early_exit"]
     if llm.placed.draft_model is not None:
         drafters.insert(0, "draft_model")

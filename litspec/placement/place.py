@@ -14,11 +14,10 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.fabric.strategies import DDPStrategy, ParallelStrategy
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from litgpt.config import Config
 from torch import Tensor
 
-from litspec.checkpoint import Checkpoint
+from litspec.checkpoint import Checkpoint, check_sizes
 from litspec.compiled import Graphs
 from litspec.errors import InputError
 from litspec.lifeline import env_int
@@ -138,6 +137,9 @@ def place(
     there = _draft_device(draft_device, 1 if placement == "sequential" else ranks)
     if compile:
         _check_compile(placement, quantize, draft_device)
+    for checkpoint, rows in ((target, verify_width), (draft, 1)):
+        if checkpoint is not None:
+            _check_builds(checkpoint, rows)
     whole = Part(target, dtype, rows=verify_width, compiled=compile)
     small = None
     if draft is not None:
@@ -278,7 +280,7 @@ def _fabric(**settings: Any) -> Fabric:
         return Fabric(**settings)
     except InputError:
         raise
-    except (ValueError, TypeError, RuntimeError, KeyError, MisconfigurationException) as error:
+    except Exception as error:  # of an accelerator's own library too
         names = [name for name in ("accelerator", "devices", "num_nodes") if name in settings]
         asked = ", ".join(f"{name} = {settings[name]!r}" for name in names)
         raise InputError(f"Lightning Fabric cannot give {asked}: {' '.join(str(error).split())}") from error
@@ -410,6 +412,38 @@ def layer_bytes(config: Config, dtype: torch.dtype) -> tuple[int, list[int]]:
     return ends * dtype.itemsize, [size * dtype.itemsize for size in layers]
 
 
+def _check_builds(checkpoint: Checkpoint, rows: int) -> None:
+    """Says beforehand that a config describes no model, or asks for more memory than the machine has."""
+    check_sizes(checkpoint)
+    config = checkpoint.config
+    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if rows > config.block_size:
+        raise InputError(
+            f"verify_width must be at most the model's block_size of {config.block_size:,} positions, got {rows:,}."
+        )
+    wants = {
+        f"block_size: {config.block_size:,}": 2 * 4 * config.block_size * config.rope_n_elem,  # cosines and sines
+        # Logits, what the sampler makes of them, and the widest rows within the model.
+        f"verify_width = {rows:,}": 4 * rows * (4 * config.padded_vocab_size + 4 * config.intermediate_size),
+    }
+    for what, need in wants.items():
+        if need > room:
+            raise InputError(
+                f"{checkpoint.role} {str(checkpoint.dir)!r} with {what} needs {need / 1e9:.1f} GB, but this machine "
+                f"has {room / 1e9:.1f} GB; give less."
+            )
+    try:
+        with torch.device("meta"):
+            GPT(config)
+    except InputError:
+        raise
+    except Exception as error:  # whatever sizes that do not go together make of it
+        raise InputError(
+            f"{str(checkpoint.dir / 'model_config.yaml')!r} ({checkpoint.role}) describes no model that can be built: "
+            f"{' '.join(str(error).split())[:200] or type(error).__name__}."
+        ) from error
+
+
 def _room(device: torch.device) -> int:
     """Bytes that weights may take on a device."""
     if device.type == "cuda":
@@ -437,6 +471,8 @@ def _draft_device(draft_device: str | None, ranks: int) -> torch.device | None:
         return None
     try:
         device = torch.device(draft_device)
+        if device.type == "meta":
+            raise NotImplementedError("it holds no numbers")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         why = str(error).splitlines()[0]
