@@ -226,9 +226,7 @@ def check_sizes(checkpoint: Checkpoint) -> None:
     sizes = {
         "n_layer": config.n_layer,  # each has at least a byte
         "padded_vocab_size x n_embd": config.padded_vocab_size * config.n_embd,
-        "n_layer x n_head x head_size": config.n_layer
-        * config.n_head
-        * (1 if config.latent_attention else config.head_size),
+        "n_layer x n_head x head_size": config.n_layer * config.n_head * head_size,
         "intermediate_size": config.intermediate_size,
         "n_expert x moe_intermediate_size": config.n_expert * (config.moe_intermediate_size or 1),
     }
