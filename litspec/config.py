@@ -5,7 +5,8 @@ field decides stands in its metadata, `decides`:
 
     "texts"      it may change the text
     "proposals"  it changes who proposes what; a text depends on that only by the rejection sampler
-    "placing"    where weights lie; what of it changes bits is asked of the loaded pair (`jobs.deciding.resolved`)
+    "placing"    where weights lie, and whom one trusts; what of it changes bits is asked of the loaded pair
+                 (`jobs.deciding.resolved`)
 
 Where a flag cannot give all that Python can, `flag` is the flag's type.
 """
@@ -135,6 +136,11 @@ class LoadConfig:
             "length: seconds to minutes once, for more tokens a second. Where two tokens are nearly equal the text "
             "may be another than without; with and without a drafter it is the same.",
         ),
+    )
+
+    trust_prompt_style: bool = field(
+        default=False,
+        metadata=_about("placing", "Let prompt_style.yaml name a class that is not LitGPT's own; its code is run."),
     )
 
     def __post_init__(self) -> None:

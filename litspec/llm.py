@@ -161,7 +161,7 @@ class SpecLLM:
         if drafter not in ("auto", "draft_model"):
             draft_dir = None  # not needed, so not read
         draft = open_checkpoint(draft_dir, role="draft_dir") if draft_dir is not None else None
-        codec = TextCodec(target.dir, target.config)
+        codec = TextCodec(target.dir, target.config, trust_prompt_style=config.trust_prompt_style)
         pair = check_pair(target, draft) if draft is not None else None
         placed = place(
             target,

@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -240,7 +241,7 @@ def test_what_is_written_is_forced_to_the_disk_in_time(
 
             def recorded(*args: Any) -> Any:
                 path = os.readlink(f"/proc/self/fd/{args[0]}") if isinstance(args[0], int) else str(args[0])
-                events.append((name, Path(path).name))
+                events.append((name, re.sub("[0-9a-f]{16}", "RANDOM", Path(path).name)))
                 return call(*args)
 
             return recorded if name in ("write", "fsync", "replace") else call
@@ -249,7 +250,7 @@ def test_what_is_written_is_forced_to_the_disk_in_time(
     job()
     last = {event: number for number, event in enumerate(events)}
     first = {event: number for number, event in reversed(list(enumerate(events)))}
-    described, renamed = "out.jsonl.job.json.tmp", last["replace", "out.jsonl.job.json.tmp"]
+    described, renamed = "out.jsonl.job.json.RANDOM.tmp", last["replace", "out.jsonl.job.json.RANDOM.tmp"]
     assert last["write", described] < first["fsync", described] < renamed
     assert events[renamed + 1] == ("fsync", tmp_path.name) and renamed < first["write", "out.jsonl.stats.jsonl"]
     for name in ("out.jsonl", "out.jsonl.stats.jsonl"):

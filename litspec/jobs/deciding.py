@@ -8,7 +8,7 @@ import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -16,7 +16,7 @@ from litspec.checkpoint import Checkpoint, open_checkpoint
 from litspec.config import names_of
 from litspec.demo import DEMO_DRAFT, DEMO_TARGET
 from litspec.errors import InputError
-from litspec.jobs.disk import digest
+from litspec.jobs.disk import digest, reading
 from litspec.jobs.prompts import Prompts
 from litspec.llm import SpecLLM
 from litspec.placement import TensorParallel
@@ -49,16 +49,29 @@ def checkpoint_digest(checkpoint: Checkpoint) -> str:
     parts: list[bytes | str] = []
     for name in CHECKPOINT_FILES:
         path = checkpoint.dir / name
-        parts += [name, path.read_bytes() if path.is_file() else b""]
-    with open(checkpoint.weights, "rb") as file:
-        with zipfile.ZipFile(file) as archive:
-            parts += [f"{item.filename} {item.file_size} {item.CRC}" for item in archive.infolist()]
+        with reading(path):
+            parts += [name, path.read_bytes() if path.is_file() else b""]
+    with reading(checkpoint.weights), open(checkpoint.weights, "rb") as file:
+        parts += _table_of_contents(file, checkpoint)
         size = file.seek(0, os.SEEK_END)
         parts.append(str(size))
         for i in range(BLOCKS):
             file.seek(size * i // BLOCKS)
             parts.append(file.read(BLOCK_BYTES))
     return digest(*parts)
+
+
+def _table_of_contents(file: BinaryIO, checkpoint: Checkpoint) -> list[str]:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return [f"{item.filename} {item.file_size} {item.CRC}" for item in archive.infolist()]
+    except OSError:
+        raise
+    except Exception as error:  # a damaged one can raise nearly anything
+        raise InputError(
+            f"{str(checkpoint.weights)!r} ({checkpoint.role}) is damaged, its table of contents cannot be read: "
+            f"{' '.join(str(error).split())}; download or convert the checkpoint again."
+        ) from error
 
 
 def deciding(prompts: Prompts, load: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,7 +168,7 @@ def refuse_other(out: Path, begun: Mapping[str, Any], wanted: Mapping[str, Any])
         "prompt_template": "what the prompt style makes of a prompt",
     }
     changed = [
-        hashed.get(name) or f"{name} (then {begun.get(name)!r}, now {value!r})"
+        hashed.get(name) or f"{name} (then {_shown(begun.get(name))}, now {_shown(value)})"
         for name, value in wanted.items()
         if begun.get(name) != value
     ]
@@ -164,6 +177,14 @@ def refuse_other(out: Path, begun: Mapping[str, Any], wanted: Mapping[str, Any])
             f"{str(out)!r} was begun otherwise and cannot be resumed: {', '.join(changed)} changed; give the same as "
             "then, or another out_file."
         )
+
+
+def _shown(value: Any, limit: int = 200) -> str:
+    try:
+        text = repr(value)
+    except RecursionError:
+        return f"a {type(value).__name__} that is nested too deep"
+    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def _precision(model: torch.nn.Module) -> str:
