@@ -17,6 +17,7 @@ from litspec.compiled import Graphs
 from litspec.decoding import Block, decode
 from litspec.demo import DEMO_DRAFT, DEMO_TARGET
 from litspec.drafters import Drafter, SpeculativeK, make_drafter, make_speculative_k
+from litspec.drafters.published import kind_of, load_published
 from litspec.errors import InputError
 from litspec.model.packed import PackedLinear
 from litspec.placement import place
@@ -120,6 +121,7 @@ class SpecLLM:
         drafter: Drafter | None,
         pair: PairReport | None = None,
         embedded: bool = False,
+        published: Drafter | None = None,
     ) -> None:
         self.placed = placed
         self.codec = codec
@@ -127,6 +129,7 @@ class SpecLLM:
         self.notes = [*codec.notes, *(pair.notes if pair is not None else ()), *getattr(drafter, "notes", ())]
         self._pair = pair
         self._embedded = embedded
+        self._published = published
         self._idle: TargetSession | None = None  # the last text's session, kept for its memory and its prompt
         self._lock = threading.Lock()
 
@@ -155,9 +158,10 @@ class SpecLLM:
         Args:
             checkpoint_dir: Folder of the target in LitGPT's format, or its name below `checkpoints/`. None loads the
                 embedded demonstration pair.
-            draft_dir: Folder of the draft model.
+            draft_dir: Folder of the draft model, or of a drafter that was published for the target (see
+                `litspec.drafters.published`); its files tell which.
             drafter: Who drafts: "draft_model", "prompt_lookup", "early_exit", "none", or an object of the protocol in
-                `litspec.drafters`. "auto" is the draft model where there is one, else prompt lookup.
+                `litspec.drafters`. "auto" is what draft_dir holds, where it is given, else prompt lookup.
             accelerator: As in Lightning Fabric, and so for `devices` and `num_nodes`.
             devices: How many devices.
             num_nodes: How many machines.
@@ -191,7 +195,8 @@ class SpecLLM:
         target = open_checkpoint(checkpoint_dir, role="checkpoint_dir")
         if drafter not in ("auto", "draft_model"):
             draft_dir = None  # not needed, so not read
-        draft = open_checkpoint(draft_dir, role="draft_dir") if draft_dir is not None else None
+        kind = kind_of(draft_dir) if draft_dir is not None else "litgpt"
+        draft = open_checkpoint(draft_dir, role="draft_dir") if draft_dir is not None and kind == "litgpt" else None
         codec = TextCodec(target.dir, target.config)
         pair = check_pair(target, draft) if draft is not None else None
         placed = place(
@@ -209,8 +214,9 @@ class SpecLLM:
             verify_width=verify_width,
             compile=compile,
         )
-        chosen = make_drafter(drafter, placed, pair=pair, exit_layer=exit_layer)
-        return cls(placed, codec, chosen, pair, embedded)
+        published = load_published(draft_dir, kind, placed.model) if draft_dir is not None and draft is None else None
+        chosen = make_drafter(drafter, placed, pair=pair, published=published, exit_layer=exit_layer)
+        return cls(placed, codec, chosen, pair, embedded, published)
 
     def with_drafter(
         self, drafter: DrafterName | Drafter, *, exit_layer: int | None = None, verify_width: int | None = None
@@ -220,8 +226,8 @@ class SpecLLM:
         At another width the text may differ in its last bits, hence where two tokens are nearly equal.
         """
         placed = self.placed if verify_width is None else replace(self.placed, verify_width=verify_width)
-        chosen = make_drafter(drafter, placed, pair=self._pair, exit_layer=exit_layer)
-        return SpecLLM(placed, self.codec, chosen, self._pair, self._embedded)
+        chosen = make_drafter(drafter, placed, pair=self._pair, published=self._published, exit_layer=exit_layer)
+        return SpecLLM(placed, self.codec, chosen, self._pair, self._embedded, self._published)
 
     def compiled(self) -> SpecLLM:
         """The same weights and the same kind of drafter, with steps that run as compiled graphs; see `load`.
@@ -233,7 +239,7 @@ class SpecLLM:
             raise InputError("compiled() needs weights as they are in the file; load with compile=True instead.")
         placed = replace(self.placed, graphs=Graphs(self.placed.device))
         drafter = self.drafter.compiled(placed.graphs) if hasattr(self.drafter, "compiled") else self.drafter
-        return SpecLLM(placed, self.codec, drafter, self._pair, self._embedded)
+        return SpecLLM(placed, self.codec, drafter, self._pair, self._embedded, self._published)
 
     @property
     def compile_seconds(self) -> float:

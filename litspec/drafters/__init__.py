@@ -37,6 +37,7 @@ def make_drafter(
     placed: Placed,
     *,
     pair: PairReport | None = None,
+    published: Drafter | None = None,
     exit_layer: int | None = None,
     max_ngram: int = 3,
     min_ngram: int = 1,
@@ -45,9 +46,10 @@ def make_drafter(
 
     Args:
         drafter: Its name, or an object of the protocol, which is taken as it is. "auto" is the draft model where one
-            was loaded, else prompt lookup.
+            was loaded, or the drafter that was published for the target, else prompt lookup.
         placed: The target, and the draft model where one was loaded.
         pair: What the two vocabularies have in common; None where they are the same.
+        published: What draft_dir holds where that is no draft model, see `drafters.published`.
         exit_layer: Layers that draft, for "early_exit"; None for a quarter of them.
         max_ngram: Longest run of tokens that "prompt_lookup" looks for ...
         min_ngram: ... and the shortest.
@@ -68,6 +70,8 @@ def make_drafter(
                 f"litspec.drafters; {type(drafter).__name__} lacks {', '.join(missing)}"
             )
         return drafter
+    if published is not None and drafter in ("auto", "draft_model"):
+        return published
     if drafter == "auto":
         drafter = "draft_model" if draft is not None else "prompt_lookup"
     if drafter == "none":

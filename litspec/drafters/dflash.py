@@ -141,6 +141,8 @@ class DFlashSession:
         Raises:
             ValueError: States of an earlier position are missing; without them every later draft would be wrong.
         """
+        if hidden is None:
+            raise ValueError("extend was given no states; a DFlash session needs what its taps saw.")
         # Row j is the state at the position before that of tokens[j]; before position 0 there is none.
         states, start = (hidden[1:], 0) if input_pos == 0 else (hidden, input_pos - 1)
         if start != self._known:

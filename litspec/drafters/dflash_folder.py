@@ -134,7 +134,9 @@ def _taps(
     if "aux_hidden_state_layer_ids" in raw:
         ids = [i - 1 for i in need(raw, "aux_hidden_state_layer_ids")]
         if -1 in ids:
-            raise InputError(f"{what} reads the target's embedding (layer id 0); litspec hands out blocks' outputs only.")
+            raise InputError(
+                f"{what} reads the target's embedding (layer id 0); litspec hands out what its blocks put out."
+            )
     elif own.get("target_layer_ids") is not None:
         ids = list(own["target_layer_ids"])
     else:

@@ -7,6 +7,7 @@ read as tensors only, so that it cannot run code.
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 from collections.abc import Callable, Iterable
@@ -46,6 +47,8 @@ _WEIGHT_NAMES: tuple[tuple[str, Kind], ...] = (
     (r"^hidden_norm\.", "dflash"),
     (r"(^|\.)(mtp|mtp_layers|nextn)\.|\.(enorm|eh_proj|token_layernorm)\.", "mtp"),
 )
+# Names that a whole model has: a Hugging Face folder that was not converted, of which the checkpoint reader speaks.
+_WHOLE_MODEL = r"(^|\.)embed_tokens\.|^transformer\.|^gpt_neox\."
 
 
 @dataclass(frozen=True)
@@ -96,28 +99,31 @@ def kind_of(draft_dir: str | Path) -> Kind:
     Raises:
         InputError: A published folder whose kind is unknown here.
     """
-    folder = resolve(draft_dir)
-    if (folder / WEIGHTS).exists() or not (folder / CONFIG).is_file():
+    if not str(draft_dir) or "\0" in str(draft_dir):
         return "litgpt"
-    published = open_published(folder)
+    folder = resolve(draft_dir)
+    if os.path.exists(folder / WEIGHTS) or not os.path.isfile(folder / CONFIG):
+        return "litgpt"
+    config = _read_config(folder)
     declared = [
-        published.config.get("speculators_model_type"),
-        published.config.get("speculative_algorithm"),
-        *(published.config.get("architectures") or []),
+        config.get("speculators_model_type"),
+        config.get("speculative_algorithm"),
+        *(config.get("architectures") or []),
     ]
     named = [str(name) for name in declared if name]
     for pattern, kind in _NAMES:
         if any(re.search(pattern, name, re.IGNORECASE) for name in named):
             return kind
+    names = _weight_files(folder)
     for pattern, kind in _WEIGHT_NAMES:
-        if any(re.search(pattern, name) for name in published.files):
+        if any(re.search(pattern, name) for name in names):
             return kind
-    if any(re.search(r"^(model\.)?embed_tokens\.|^transformer\.wte\.|^gpt_neox\.", name) for name in published.files):
-        return "litgpt"  # a Hugging Face model that was not converted yet, of which the checkpoint reader speaks
-    what = f"'{named[0]}'" if named else "of an unknown kind"
+    if not names or any(re.search(_WHOLE_MODEL, name) for name in names):
+        return "litgpt"
+    what = f"called {named[0]!r}" if named else "of an unknown kind"
     raise InputError(
-        f"draft_dir {str(folder)!r} holds a drafter that is {what}; litspec reads LitGPT checkpoints and published "
-        "DFlash, EAGLE-3 and MTP drafters."
+        f"draft_dir {str(folder)!r} holds a drafter {what}; litspec reads LitGPT checkpoints and published DFlash, "
+        "EAGLE-3 and MTP drafters."
     )
 
 
@@ -128,20 +134,7 @@ def open_published(draft_dir: str | Path) -> Published:
         InputError: A file is missing or cannot be read.
     """
     folder = resolve(draft_dir)
-    path = folder / CONFIG
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise InputError(f"{str(path)!r} (draft_dir) cannot be read as JSON: {reason}.") from error
-    if not isinstance(config, dict):
-        raise InputError(f"{str(path)!r} (draft_dir) holds a {type(config).__name__}; it must hold an object.")
-    files: dict[str, Path] = {}
-    for part in sorted(folder.glob("*.safetensors")):
-        with _safetensors(part) as file:
-            files |= dict.fromkeys(file.keys(), part)
-    if not files and (folder / PICKLE).is_file():
-        files = dict.fromkeys(_unpickled(folder / PICKLE), folder / PICKLE)
+    config, files = _read_config(folder), _weight_files(folder)
     if not files:
         raise InputError(f"draft_dir {str(folder)!r} has a {CONFIG} but no weights: no *.safetensors and no {PICKLE}.")
     return Published(folder, config, files)
@@ -161,6 +154,29 @@ def load_published(draft_dir: str | Path, kind: Kind, target: GPT) -> Drafter:
     module, _, function = LOADERS[kind].partition(":")
     load: Callable[[Path, GPT], Drafter] = getattr(import_module(module), function)
     return load(resolve(draft_dir), target)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"{str(path)!r} (draft_dir) cannot be read as JSON: {reason}.") from error
+    if not isinstance(config, dict):
+        raise InputError(f"{str(path)!r} (draft_dir) holds a {type(config).__name__}; it must hold an object.")
+    return config
+
+
+def _weight_files(folder: Path) -> dict[str, Path]:
+    """For each weight the file that holds it."""
+    files: dict[str, Path] = {}
+    for part in sorted(folder.glob("*.safetensors")):
+        with _safetensors(part) as file:
+            files |= dict.fromkeys(file.keys(), part)
+    if not files and (folder / PICKLE).is_file():
+        files = dict.fromkeys(_unpickled(folder / PICKLE), folder / PICKLE)
+    return files
 
 
 def _safetensors(path: Path) -> Any:

@@ -1,0 +1,463 @@
+"""DFlash drafters draft what z-lab's own code drafts, whatever was accepted before, and change no text.
+
+The references in `fixtures/dflash` are recorded by `make_dflash_fixtures.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from laws import follows
+from litgpt import Config
+from litgpt.scripts.convert_hf_checkpoint import copy_weights_qwen_3
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from litspec import SpecLLM
+from litspec.drafters import Proposal
+from litspec.drafters.dflash import DFlash, DFlashSession
+from litspec.drafters.dflash_folder import load_dflash
+from litspec.errors import InputError
+from litspec.model import GPT
+from litspec.model.dflash import DFlashConfig, DFlashNetwork
+from litspec.placement import Single
+from litspec.rounds import TargetSession
+from litspec.sampling import Distribution, Greedy, Rejection, Sampler, Sampling, make_sampler, processed
+from litspec.testing import check_drafter
+
+FIXTURES = Path(__file__).parent / "fixtures" / "dflash"
+BLOCK = 6
+VERSIONS = ["v1", "v2"]
+GREEDY = Sampling(temperature=0)
+
+
+def target_model() -> GPT:
+    """The Qwen3 that the references were recorded with, as LitGPT's conversion reads it."""
+    config = Config.from_name(
+        "Qwen3-0.6B",
+        block_size=512,
+        n_layer=4,
+        n_embd=16,
+        n_head=2,
+        n_query_groups=1,
+        head_size=8,
+        intermediate_size=16,
+        vocab_size=48,
+        padded_vocab_size=48,
+        rope_base=10000,
+        norm_eps=1e-6,
+    )
+    weights: dict[str, Tensor] = {}
+    copy_weights_qwen_3(config, {}, weights, load_file(FIXTURES / "target.safetensors"))
+    model = GPT(config).eval().requires_grad_(False)
+    model.load_state_dict(weights)
+    return model
+
+
+TARGET = target_model()
+PLACED = Single(TARGET, None, torch.device("cpu"), verify_width=8)
+
+
+def reference(version: str) -> dict[str, Tensor]:
+    return load_file(FIXTURES / f"{version}.reference.safetensors")
+
+
+class Text:
+    """One text told to a session as the engine tells it: the prompt in chunks, then rounds of accept and reject."""
+
+    def __init__(
+        self, drafter: DFlash, prompt: Sequence[int], first: int, chunk: int = 512, sampler: Sampler | None = None
+    ) -> None:
+        self.taps = drafter.taps
+        self.target = TargetSession(PLACED, 256)
+        self.session: DFlashSession = drafter.begin(self.target, 256, sampler or Greedy(GREEDY))
+        _, hidden = self.target.prefill(prompt, self.taps)
+        hidden = torch.cat((torch.zeros_like(hidden[:1]), hidden))
+        tokens = [*prompt, first]
+        for start in range(0, len(prompt), chunk):
+            end = min(start + chunk, len(prompt))
+            self.session.extend(tokens[start:end], start, hidden[start:end])
+        self.session.extend([first], len(prompt), hidden[-1:])
+        self.anchor, self.position = first, len(prompt)
+
+    def commit(self, proposal: Sequence[int], committed: Sequence[int]) -> None:
+        """Verifies a proposal, of which all but the last of `committed` was accepted."""
+        _, hidden = self.target.verify(self.anchor, self.position, torch.tensor(proposal), self.taps)
+        self.session.extend(committed, self.position + 1, hidden[: len(committed)])
+        self.anchor, self.position = committed[-1], self.position + len(committed)
+
+
+def replay(drafter: DFlash, version: str, chunk: int = 512, sampler: Sampler | None = None) -> Any:
+    """Plays the scripted rounds; yields each round's number, its text so far, and what the reference says."""
+    recorded = reference(version)
+    tokens, anchors = recorded["text"].tolist(), recorded["anchor"].tolist()
+    text = Text(drafter, tokens[: anchors[0]], tokens[anchors[0]], chunk, sampler)
+    for i, (anchor, accepted) in enumerate(zip(anchors, recorded["accepted"].tolist())):
+        assert text.position == anchor
+        yield i, text, recorded
+        committed = tokens[anchor + 1 : anchor + accepted + 2]
+        # Behind what was accepted stands what must leave no trace.
+        text.commit([*committed[:-1], *[9] * (BLOCK - 1 - accepted)], committed)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 512])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_logits_are_those_of_dflash_after_any_rounds_and_any_chunks_of_the_prompt(version: str, chunk: int) -> None:
+    rounds = 0
+    for i, text, recorded in replay(load_dflash(FIXTURES / version, TARGET), version, chunk):
+        torch.testing.assert_close(
+            text.session.logits(text.anchor, text.position), recorded["logits"][i, 1:], rtol=0, atol=1e-5
+        )
+        rounds += 1
+    assert rounds == 10
+    assert recorded["logits"].std() > 0.3  # else everything would be close to everything
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_greedy_drafts_are_those_of_dflash(version: str) -> None:
+    compared = 0
+    for i, text, recorded in replay(load_dflash(FIXTURES / version, TARGET), version):
+        accepted = int(recorded["accepted"][i])
+        start = text.position + 1
+        drafts = text.session.propose(text.anchor, text.position, BLOCK - 1)
+        assert drafts.q is None
+        # The reference committed its own drafts wherever its script accepted them.
+        assert drafts.tokens[:accepted].tolist() == recorded["text"][start : start + accepted].tolist()
+        compared += accepted
+    assert compared == 25
+
+
+class Scripted(Rejection):
+    """Draws what it is told, and reports the law that it would have drawn from."""
+
+    path: list[int]
+
+    def draw(self, logits: Tensor, position: Any, inputs: Any = None) -> tuple[Tensor, Distribution]:
+        return torch.tensor([self.path.pop(0)]), processed(logits, self.sampling)
+
+
+def test_the_selector_s_distributions_along_a_path_are_those_of_dflash() -> None:
+    sampler = Scripted(Sampling())
+    for i, text, recorded in replay(load_dflash(FIXTURES / "v2", TARGET), "v2", sampler=sampler):
+        sampler.path = recorded["path"][i].tolist()
+        proposal = text.session.propose(text.anchor, text.position, BLOCK - 1)
+        assert proposal.q is not None and proposal.q.probs.shape == recorded["q"][i].shape
+        wanted = torch.zeros(BLOCK - 1, 48).scatter(1, recorded["candidates"][i], recorded["q"][i])
+        found = torch.zeros(BLOCK - 1, 48).scatter(1, proposal.q.ids, proposal.q.probs)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_fewer_drafts_are_the_first_of_more(version: str) -> None:
+    for _, text, _ in replay(load_dflash(FIXTURES / version, TARGET), version):
+        whole = text.session.propose(text.anchor, text.position, BLOCK - 1).tokens
+        for k in (1, 3, 20):
+            assert torch.equal(text.session.propose(text.anchor, text.position, k).tokens, whole[:k])
+        assert text.session.propose(text.anchor, text.position, 0).tokens.tolist() == []
+
+
+def test_taps_that_are_off_by_one_give_other_drafts() -> None:
+    """What the parity above would miss if logits hardly depended on the target's states."""
+    drafter = load_dflash(FIXTURES / "v1", TARGET)
+    drafter.taps = tuple(tap + 1 for tap in drafter.taps)
+    for i, text, recorded in replay(drafter, "v1"):
+        gap = (text.session.logits(text.anchor, text.position) - recorded["logits"][i, 1:]).abs().max()
+        assert gap > 0.05
+
+
+def test_states_that_were_left_out_are_an_error_and_not_wrong_drafts() -> None:
+    """A chunked prompt of which only the last chunk is captured, and a restored prefix."""
+    drafter = load_dflash(FIXTURES / "v1", TARGET)
+    session = drafter.begin(TargetSession(PLACED, 64), 64, Greedy(GREEDY))
+    with pytest.raises(ValueError, match="from position 15 on, but the next one is 0"):
+        session.extend([1] * 8, 16, torch.zeros(8, 48))
+    with pytest.raises(ValueError, match="given no states"):
+        session.extend([1], 0)
+
+
+# ---- published folders ----
+
+
+def speculators_folder(folder: Path, **changes: Any) -> Path:
+    """The recorded version 1 in speculators' format, with a vocabulary of its own 20 ids."""
+    folder.mkdir()
+    raw = json.loads((FIXTURES / "v1" / "config.json").read_text())
+    kept = torch.arange(1, 41, 2)
+    weights = load_file(FIXTURES / "v1" / "model.safetensors")
+    head = load_file(FIXTURES / "target.safetensors")["lm_head.weight"]
+    t2d = torch.zeros(48, dtype=torch.bool)
+    t2d[kept] = True
+    weights |= {"lm_head.weight": head[kept].clone(), "d2t": kept - torch.arange(20), "t2d": t2d}
+    save_file(weights, folder / "model.safetensors")
+    config = {
+        "speculators_model_type": "dflash",
+        "architectures": ["DFlashSpeculator"],
+        "transformer_layer_config": {
+            name: value
+            for name, value in raw.items()
+            if name not in ("architectures", "dflash_config", "block_size", "num_target_layers", "is_causal")
+        },
+        "aux_hidden_state_layer_ids": [i + 1 for i in raw["dflash_config"]["target_layer_ids"]],
+        "mask_token_id": raw["dflash_config"]["mask_token_id"],
+        "block_size": BLOCK,
+        "draft_vocab_size": 20,
+    }
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+def test_a_reduced_vocabulary_proposes_target_ids_with_the_logits_of_dflash(tmp_path: Path) -> None:
+    drafter = load_dflash(speculators_folder(tmp_path / "head"), TARGET)
+    for sampling in (GREEDY, Sampling(temperature=0.7, top_p=0.9)):
+        sampler = make_sampler(sampling, seed=1)
+        for i, text, recorded in replay(drafter, "v1", sampler=sampler):
+            logits = text.session.logits(text.anchor, text.position)
+            torch.testing.assert_close(logits[:, 1:41:2], recorded["logits"][i, 1:, 1:41:2], rtol=0, atol=1e-5)
+            rest = [j for j in range(48) if j not in range(1, 41, 2)]
+            assert (logits[:, rest] == -torch.inf).all()
+            tokens, q = text.session.propose(text.anchor, text.position, BLOCK - 1)
+            assert set(tokens.tolist()) <= set(range(1, 41, 2))
+            if q is not None:
+                assert q.probs.shape == (BLOCK - 1, 48)
+                torch.testing.assert_close(q.probs, processed(logits, sampling).probs)
+
+
+def test_sampling_from_the_anchor_proposes_one_more_and_shifts_the_rows(tmp_path: Path) -> None:
+    drafter = load_dflash(speculators_folder(tmp_path / "head", sample_from_anchor=True), TARGET)
+    assert drafter.max_k == BLOCK
+    for i, text, recorded in replay(drafter, "v1"):
+        logits = text.session.logits(text.anchor, text.position)
+        torch.testing.assert_close(logits[:, 1:41:2], recorded["logits"][i, :, 1:41:2], rtol=0, atol=1e-5)
+        assert len(text.session.propose(text.anchor, text.position, 7).tokens) == BLOCK
+
+
+def test_sliding_layers_of_speculators_look_both_ways_where_they_say_so(tmp_path: Path) -> None:
+    default = load_dflash(speculators_folder(tmp_path / "a"), TARGET).config
+    assert default.causal == (True, False, True) and default.windows == (8, None, 8)
+    both = load_dflash(speculators_folder(tmp_path / "b", sliding_window_non_causal=True), TARGET).config
+    assert both.causal == (False, False, False) and both.windows == (8, None, 8)
+
+
+def test_a_pickle_is_read_as_tensors_only(tmp_path: Path) -> None:
+    folder = tmp_path / "head"
+    folder.mkdir()
+    shutil.copy(FIXTURES / "v1" / "config.json", folder)
+    weights = load_file(FIXTURES / "v1" / "model.safetensors")
+    torch.save(weights, folder / "pytorch_model.bin")
+    for i, text, recorded in replay(load_dflash(folder, TARGET), "v1"):
+        torch.testing.assert_close(
+            text.session.logits(text.anchor, text.position), recorded["logits"][i, 1:], rtol=0, atol=1e-5
+        )
+    torch.save(weights | {"more": SimpleNamespace()}, folder / "pytorch_model.bin")
+    with pytest.raises(InputError, match="would run code"):
+        load_dflash(folder, TARGET)
+
+
+def test_weights_are_cast_to_the_target_s_type() -> None:
+    model = target_model().to(torch.bfloat16)
+    drafter = load_dflash(FIXTURES / "v2", model)
+    assert {p.dtype for p in drafter.network.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    "fields, target, sentence",
+    [
+        ({"hidden_size": 24}, {}, "hidden size 24, but .* has 16"),
+        ({"num_target_layers": 36}, {}, "target of 36 layers, but this target has 4"),
+        ({"vocab_size": 151936}, {}, "vocabulary of 151936 entries, but .* has 48"),
+        ({"num_target_layers": None, "target_layer_ids": [0, 1, 7]}, {}, r"block 7 \(counted from 0\), but .* has 4"),
+        ({"mask_token_id": 48}, {}, "mask_token_id 48, but .* below 48"),
+        ({"hidden_act": "gelu"}, {}, "hidden_act 'gelu'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, {}, "rope_type 'yarn'"),
+        ({"num_hidden_layers": 4, "layer_types": None}, {}, "lacks the weight 'layers.3"),
+        ({"intermediate_size": 17}, {}, r"shape \(16, 16\), but its config.json asks for \(17, 16\)"),
+    ],
+)
+def test_a_folder_for_another_target_is_refused_with_both_numbers(
+    fields: dict[str, Any], target: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "head"
+    shutil.copytree(FIXTURES / "v1", folder)
+    config = json.loads((folder / "config.json").read_text())
+    for name, value in fields.items():
+        (config["dflash_config"] if name in config["dflash_config"] else config)[name] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=sentence):
+        load_dflash(folder, TARGET)
+
+
+# ---- the protocol's promises, and the target's own text ----
+
+
+def random_head(llm: SpecLLM, version: str, seed: int = 0) -> DFlash:
+    """Random weights of a head for the embedded target."""
+    config = llm.placed.model.config
+    extra: dict[str, Any] = dict(conv_kernel_size=2, selector_rank=16, selector_top_k=16) if version == "v2" else {}
+    network = DFlashNetwork(
+        DFlashConfig(
+            n_embd=config.n_embd,
+            vocab_size=config.padded_vocab_size,
+            intermediate_size=256,
+            n_head=6,
+            n_query_groups=2,
+            head_size=32,
+            taps=(3, 8, -1),
+            block_size=8,
+            mask_token_id=1,
+            windows=(None, 40),
+            causal=(False, True),
+            **extra,
+        )
+    )
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in network.parameters():
+            if p.dim() > 1:
+                p.copy_(0.15 * torch.randn(p.shape, generator=generator))
+    return DFlash(network)
+
+
+@pytest.fixture(scope="module")
+def llm() -> SpecLLM:
+    return SpecLLM.load(drafter="none", precision="32-true")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_head_keeps_the_promises_that_anybody_s_must(llm: SpecLLM, version: str) -> None:
+    check_drafter(random_head(llm, version), llm, rounds=4, draws=600)
+
+
+class Stale(DFlash):
+    """Keeps the keys and values of a block where they should have been overwritten."""
+
+    def begin(self, target: TargetSession, max_length: int, sampler: Sampler) -> DFlashSession:
+        session = super().begin(target, max_length, sampler)
+        extend = session.extend
+
+        def stale(tokens: Sequence[int], input_pos: int, hidden: Tensor | None = None) -> None:
+            before = [buffer.clone() for buffer in session._k]
+            extend(tokens, input_pos, hidden)
+            if len(tokens) > 1 and input_pos:
+                for buffer, old in zip(session._k, before):
+                    buffer[:, input_pos - 1 : session._known] = old[:, input_pos - 1 : session._known]
+
+        session.extend = stale  # type: ignore[method-assign]
+        return session
+
+
+def test_a_head_that_keeps_a_block_s_keys_is_found(llm: SpecLLM) -> None:
+    with pytest.raises(AssertionError, match="Rollback"):
+        check_drafter(Stale(random_head(llm, "v1").network), llm, rounds=4, draws=0)
+
+
+class Prophet(DFlash):
+    """Knows what the target will say, and says so at times; notes what the head itself would have drafted from."""
+
+    def begin(self, target: TargetSession, max_length: int, sampler: Sampler) -> Any:
+        session = super().begin(target, max_length, sampler)
+        rng = random.Random(5)
+        known: list[int] = self.answer  # type: ignore[attr-defined]
+        drafted: list[tuple[int, int, Tensor]] = []
+        self.drafted = drafted
+
+        def propose(token: int, input_pos: int, k: int) -> Proposal:
+            drafted.append((token, input_pos, session.logits(token, input_pos)))
+            tokens, _ = session.propose(token, input_pos, k)
+            right = min(rng.randint(0, k), len(known) - input_pos - 1)
+            if right > 0:
+                tokens[:right] = torch.tensor(known[input_pos + 1 : input_pos + 1 + right])
+            return Proposal(tokens)
+
+        return SimpleNamespace(extend=session.extend, propose=propose)
+
+
+@pytest.mark.parametrize("size", [40, 700])
+def test_after_a_real_text_every_draft_is_that_of_a_fresh_session_told_the_whole_prefix(
+    llm: SpecLLM, size: int
+) -> None:
+    prompt = ("It was a truth universally known that " * 200)[: 3 * size]
+    ids = llm.codec.encode(prompt).tolist()
+    assert (len(ids) > 512) == (size == 700)  # more than one chunk of the target's, and of the drafter's
+    settings = dict(max_new_tokens=40, temperature=0, speculative_k=6, seed=0)
+    alone = llm.generate(prompt, **settings)
+    head = Prophet(random_head(llm, "v1").network)
+    head.answer = [*ids, *alone.token_ids]  # type: ignore[attr-defined]
+    for _ in range(2):  # the second text finds the prompt's keys in the target's cache
+        text = llm.with_drafter(head).generate(prompt, **settings)
+        assert text.token_ids == alone.token_ids
+        assert 10 < sum(block.accepted for block in text.blocks) < 39
+        for token, position, logits in head.drafted[::3]:
+            target = TargetSession(llm.placed, position + 1)
+            _, hidden = target.prefill(head.answer[:position], head.taps)  # type: ignore[attr-defined]
+            fresh = DFlash(head.network).begin(target, position + 1, Greedy(GREEDY))
+            fresh.extend(
+                head.answer[: position + 1],  # type: ignore[attr-defined]
+                0,
+                torch.cat((torch.zeros_like(hidden[:1]), hidden)),
+            )
+            torch.testing.assert_close(fresh.logits(token, position), logits, rtol=0, atol=1e-3)
+            assert logits.std() > 1
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_texts_are_the_target_s_own(version: str, precision: str) -> None:
+    plain = SpecLLM.load(drafter="none", precision=precision)
+    head = SpecLLM.load(drafter=random_head(plain, version), precision=precision)
+    for sampling in (
+        dict(temperature=0),
+        dict(temperature=0.9, sampler="coupled"),
+        dict(temperature=0.9, top_k=3, sampler="coupled"),
+    ):
+        proposed = 0
+        for k in (1, 4, 7):
+            settings = dict(max_new_tokens=40, min_new_tokens=30, seed=3, speculative_k=k, **sampling)
+            text = head.generate("It was a truth", **settings)
+            assert text.token_ids == plain.generate("It was a truth", **settings).token_ids
+            proposed += sum(block.proposed for block in text.blocks)
+        assert proposed > 100
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@torch.inference_mode()
+def test_two_sampled_tokens_have_the_target_s_law_whatever_the_head_drafts(version: str) -> None:
+    sampling = Sampling(temperature=1.0, top_k=5)
+    sampler = make_sampler(sampling, seed=11)
+    drafter = load_dflash(FIXTURES / version, TARGET)
+    prompt = [3, 14, 15, 9, 26, 5, 35, 8]
+    text = Text(drafter, prompt, 7, sampler=sampler)
+    logits: dict[tuple[int, ...], Tensor] = {}
+
+    def after(proposal: Tensor) -> Tensor:
+        key = tuple(proposal.tolist())
+        if key not in logits:
+            logits[key] = text.target.verify(7, len(prompt), proposal)[0][:3]
+        return logits[key]
+
+    law = torch.zeros(48, 48)
+    for a in range(48):
+        rows = after(torch.tensor([a, 0]))
+        p = processed(rows, sampling)
+        first, second = (torch.zeros(48).scatter(0, p.ids[i], p.probs[i]) for i in (0, 1))
+        law[a] = first[a] * second
+    draws, accepted = [], 0
+    for _ in range(6000):
+        proposal, q = text.session.propose(7, len(prompt), 2)
+        verified = sampler.verify(after(proposal), len(prompt) + 1, proposal, q)
+        n = int(verified.accepted)
+        accepted += n
+        tokens = verified.tokens[: n + 1].tolist()
+        if n == 0:
+            row = after(torch.tensor([tokens[0], 0]))[1:2]
+            tokens.append(int(sampler.draw(row, 0)[0]))
+        draws.append(tokens[:2])
+    assert 300 < accepted < 11000
+    assert follows(torch.tensor(draws), law)
