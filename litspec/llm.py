@@ -242,6 +242,11 @@ class SpecLLM:
         return SpecLLM(placed, self.codec, drafter, self._pair, self._embedded, self._published)
 
     @property
+    def has_draft(self) -> bool:
+        """Whether draft_dir gave a drafter, a model or a published one; its name is "draft_model"."""
+        return self.placed.draft_model is not None or self._published is not None
+
+    @property
     def compile_seconds(self) -> float:
         """What building compiled graphs took until now."""
         return 0.0 if self.placed.graphs is None else self.placed.graphs.seconds

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import lively_weights, tiny_config, write_checkpoint
 from laws import follows
 from litgpt import Config
 from litgpt.scripts.convert_hf_checkpoint import copy_weights_qwen_3
@@ -22,10 +23,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from litspec import SpecLLM
+from litspec.__main__ import main
 from litspec.drafters import Proposal
 from litspec.drafters.dflash import DFlash, DFlashSession
-from litspec.drafters.dflash_folder import load_dflash
+from litspec.drafters.dflash_folder import load_dflash, read_config
+from litspec.drafters.published import kind_of
 from litspec.errors import InputError
+from litspec.jobs import run_job
 from litspec.model import GPT
 from litspec.model.dflash import DFlashConfig, DFlashNetwork
 from litspec.placement import Single
@@ -294,6 +298,94 @@ def test_a_folder_for_another_target_is_refused_with_both_numbers(
         load_dflash(folder, TARGET)
 
 
+def test_what_lies_in_a_folder_is_told_from_its_files(tmp_path: Path) -> None:
+    def folder(name: str, config: dict[str, Any] | None, weights: Sequence[str] = ("fc.weight",)) -> Path:
+        path = tmp_path / name
+        path.mkdir()
+        if config is not None:
+            (path / "config.json").write_text(json.dumps(config))
+        if weights:
+            save_file({weight: torch.zeros(1) for weight in weights}, path / "model.safetensors")
+        return path
+
+    assert kind_of(FIXTURES / "v1") == kind_of(FIXTURES / "v2") == "dflash"
+    assert kind_of(speculators_folder(tmp_path / "s")) == "dflash"
+    assert kind_of(folder("a", {"block_size": 8}, ["hidden_norm.weight", "layers.0.mlp.up_proj.weight"])) == "dflash"
+    assert kind_of(folder("b", {"architectures": ["LlamaForCausalLMEagle3"]})) == "eagle"
+    assert kind_of(folder("c", {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]})) == "eagle"
+    assert kind_of(folder("d", {"architectures": ["LlamaForCausalLM"]}, ["midlayer.hidden_norm.weight"])) == "eagle"
+    assert kind_of(folder("e", {"architectures": ["Glm4Moe"]}, ["model.layers.9.eh_proj.weight"])) == "mtp"
+    assert kind_of(folder("f", {"architectures": ["Qwen3Next"]}, ["mtp.fc.weight", "mtp.norm.weight"])) == "mtp"
+    assert kind_of(folder("g", {"architectures": ["LlamaForCausalLM"]}, ["model.embed_tokens.weight"])) == "litgpt"
+    assert kind_of(folder("h", {"architectures": ["LlamaForCausalLM"]}, [])) == "litgpt"
+    assert kind_of(folder("i", None, [])) == kind_of(tmp_path / "nowhere") == kind_of("") == "litgpt"
+    assert kind_of(write_checkpoint(folder("j", {"architectures": ["DFlashDraftModel"]}))) == "litgpt"
+    with pytest.raises(InputError, match="holds a drafter called 'dspark'"):
+        kind_of(folder("k", {"speculators_model_type": "dspark"}))
+
+
+def published_pair(folder: Path) -> tuple[Path, Path]:
+    """A random target, and a random DFlash folder for it as z-lab publishes them."""
+    config = tiny_config()
+    target = write_checkpoint(folder / "target", config, weights=lively_weights(config))
+    raw = json.loads((FIXTURES / "v1" / "config.json").read_text())
+    raw |= dict(hidden_size=32, vocab_size=264, num_target_layers=2, num_hidden_layers=1, layer_types=None)
+    raw["dflash_config"] |= dict(target_layer_ids=[0, 1], mask_token_id=260)
+    network = DFlashNetwork(read_config(raw, "The drafter", 2))
+    head = folder / "head"
+    head.mkdir()
+    (head / "config.json").write_text(json.dumps(raw))
+    save_file(network.state_dict(), head / "model.safetensors")
+    return target, head
+
+
+def command(*flags: str) -> Any:
+    with pytest.raises(SystemExit) as exit:
+        main(flags)
+    return exit.value.code
+
+
+def test_the_command_takes_a_published_folder_as_draft_dir(tmp_path: Path, capsys: Any) -> None:
+    target, head = published_pair(tmp_path)
+    where = ["--checkpoint_dir", str(target), "--accelerator", "cpu"]
+    flags = ["--prompt", "abc", "--max_new_tokens", "30", "--temperature", "0", "--output_format", "json"]
+    assert command("generate", *where, *flags, "--drafter", "none") == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert command("generate", *where, *flags, "--draft_dir", str(head), "--speculative_k", "5") == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["token_ids"] == alone["token_ids"]
+    assert json.loads(out)["stats"]["proposed"] > 20
+    assert "Drafter: DFlash." in err
+
+    assert command("generate", *where, "--draft_dir", str(FIXTURES / "v1")) == 2
+    sentence = capsys.readouterr().err
+    assert "target of 4 layers, but this target has 2" in sentence and "Traceback" not in sentence
+
+
+def test_commands_find_the_published_drafter_again_under_the_draft_model_s_name(tmp_path: Path) -> None:
+    target, head = published_pair(tmp_path)
+    llm = SpecLLM.load(target, head, accelerator="cpu")
+    assert llm.has_draft and isinstance(llm.drafter, DFlash)
+    for name in ("auto", "draft_model"):
+        assert llm.with_drafter("none").with_drafter(name).drafter is llm.drafter
+    assert not SpecLLM.load(target, accelerator="cpu").has_draft
+    assert not SpecLLM.load(target, head, drafter="prompt_lookup", accelerator="cpu").has_draft
+
+
+def test_a_sampled_job_does_not_go_on_with_another_head(tmp_path: Path) -> None:
+    target, head = published_pair(tmp_path)
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text('{"prompt": "abc"}\n')
+    load = {"checkpoint_dir": str(target), "draft_dir": str(head), "accelerator": "cpu"}
+    settings: dict[str, Any] = dict(max_new_tokens=8, seed=1)
+    assert run_job(str(prompts), str(out), load=load, **settings) == 0
+    assert run_job(str(prompts), str(out), load=load, **settings) == 0
+    weights = load_file(head / "model.safetensors")
+    save_file({name: 2 * weight for name, weight in weights.items()}, head / "model.safetensors")
+    with pytest.raises(InputError, match="draft_dir changed"):
+        run_job(str(prompts), str(out), load=load, **settings)
+
+
 # ---- the protocol's promises, and the target's own text ----
 
 
@@ -332,7 +424,7 @@ def llm() -> SpecLLM:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_head_keeps_the_promises_that_anybody_s_must(llm: SpecLLM, version: str) -> None:
-    check_drafter(random_head(llm, version), llm, rounds=4, draws=600)
+    check_drafter(random_head(llm, version), llm, rounds=3, draws=300)
 
 
 class Stale(DFlash):
@@ -417,13 +509,12 @@ def test_texts_are_the_target_s_own(version: str, precision: str) -> None:
         dict(temperature=0.9, sampler="coupled"),
         dict(temperature=0.9, top_k=3, sampler="coupled"),
     ):
-        proposed = 0
-        for k in (1, 4, 7):
-            settings = dict(max_new_tokens=40, min_new_tokens=30, seed=3, speculative_k=k, **sampling)
-            text = head.generate("It was a truth", **settings)
-            assert text.token_ids == plain.generate("It was a truth", **settings).token_ids
-            proposed += sum(block.proposed for block in text.blocks)
-        assert proposed > 100
+        settings = dict(max_new_tokens=30, min_new_tokens=20, seed=3, **sampling)
+        alone = plain.generate("It was a truth", **settings)
+        for k in (3, 7):
+            text = head.generate("It was a truth", speculative_k=k, **settings)
+            assert text.token_ids == alone.token_ids
+            assert sum(block.proposed for block in text.blocks) > 30
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -449,7 +540,7 @@ def test_two_sampled_tokens_have_the_target_s_law_whatever_the_head_drafts(versi
         first, second = (torch.zeros(48).scatter(0, p.ids[i], p.probs[i]) for i in (0, 1))
         law[a] = first[a] * second
     draws, accepted = [], 0
-    for _ in range(6000):
+    for _ in range(2000):
         proposal, q = text.session.propose(7, len(prompt), 2)
         verified = sampler.verify(after(proposal), len(prompt) + 1, proposal, q)
         n = int(verified.accepted)
@@ -459,5 +550,5 @@ def test_two_sampled_tokens_have_the_target_s_law_whatever_the_head_drafts(versi
             row = after(torch.tensor([tokens[0], 0]))[1:2]
             tokens.append(int(sampler.draw(row, 0)[0]))
         draws.append(tokens[:2])
-    assert 300 < accepted < 11000
+    assert 100 < accepted < 3500
     assert follows(torch.tensor(draws), law)

@@ -130,7 +130,7 @@ def bench(
     names: list[Any] = [drafter]
     if drafter == "all":
         names = ["prompt_lookup", "early_exit"]
-        if llm.placed.draft_model is not None:
+        if llm.has_draft:
             names.insert(0, "draft_model")
 
     console = Console(stderr=True)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 # Rows of context that are read at once; of a long prompt no more than their states are then held beside the keys.
 CONTEXT_CHUNK = 512
+# The target's, which the drafter borrows: raw, without the factor that Gemma multiplies it with.
+EMBEDDING = "transformer.wte.weight"
 
 
 def check_fit(config: DFlashConfig, target: Config, what: str = "The DFlash drafter") -> None:
@@ -120,7 +122,7 @@ class DFlashSession:
         self._config = config = drafter.config
         self._target = target
         self._sampler = sampler
-        wte = target.model.transformer.wte.weight
+        self._wte = wte = target.model.get_parameter(EMBEDDING)
         self._network = network = drafter.like(wte)
         slots = max_length + config.block_size
         self._rope = drafter.rope(network, slots)
@@ -187,7 +189,7 @@ class DFlashSession:
         """The block's rows for the head, (B, C)."""
         config = self._config
         ids = torch.cat((first, self._mask_ids))
-        x = F.embedding(ids, self._target.model.transformer.wte.weight)
+        x = F.embedding(ids, self._wte)
         if config.embedding_scale != 1:
             x = x * config.embedding_scale
         end = input_pos + config.block_size

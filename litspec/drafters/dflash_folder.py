@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from litspec.drafters.dflash import DFlash, check_fit
+from litspec.drafters.dflash import EMBEDDING, DFlash, check_fit
 from litspec.drafters.published import CONFIG, open_published
 from litspec.errors import InputError
 from litspec.model.dflash import DFlashConfig, DFlashNetwork
@@ -39,7 +40,7 @@ def load_dflash(folder: Path, target: GPT) -> DFlash:
         names = [name for name in names if name != "lm_head.weight"]
     config = read_config(published.config, what, target.config.n_layer, full_vocabulary="d2t" not in names)
     check_fit(config, target.config, what)
-    like = target.transformer.wte.weight
+    like = target.get_parameter(EMBEDDING)
     weights = {_own_name(name): tensor for name, tensor in published.read(names).items()}
     with torch.device("meta"):
         network = DFlashNetwork(config)
@@ -77,11 +78,7 @@ def read_config(
     layers: Mapping[str, Any] = nested if nested is not None else raw
     own: Mapping[str, Any] = raw if nested is not None else {**raw, **(raw.get("dflash_config") or {})}
 
-    def need(fields: Mapping[str, Any], name: str) -> Any:
-        if fields.get(name) is None:
-            raise InputError(f"{what} has no {name} in its {CONFIG}; it cannot be used without.")
-        return fields[name]
-
+    need = partial(_need, what)
     if (act := layers.get("hidden_act", "silu")) != "silu":
         raise InputError(f"{what} has hidden_act {act!r}; litspec runs DFlash drafters with 'silu'.")
     made_for = own.get("num_target_layers")
@@ -90,7 +87,7 @@ def read_config(
             f"{what} was made for a target of {made_for} layers, but this target has {n_layer}; give a drafter for "
             "this target."
         )
-    n_embd, n_head, count = need(layers, "hidden_size"), need(layers, "num_attention_heads"), _layer_count(layers, need)
+    n_embd, n_head, count = (need(layers, n) for n in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
     windows, causal = _attention(raw, layers, own, count)
     rope_base, rope_extra = _rope(layers, what)
     version_2 = own.get("conv_kernel_size") is not None or own.get("selector_rank") is not None
@@ -102,7 +99,7 @@ def read_config(
         n_head=n_head,
         n_query_groups=layers.get("num_key_value_heads") or n_head,
         head_size=layers.get("head_dim") or default_head_size,
-        taps=_taps(raw, own, need, what, n_layer, count),
+        taps=_taps(raw, own, what, n_layer, count),
         block_size=own.get("block_size") or (8 if nested is not None else 16),
         mask_token_id=need(own, "mask_token_id"),
         windows=windows,
@@ -123,16 +120,18 @@ def read_config(
     )
 
 
-def _layer_count(layers: Mapping[str, Any], need: Any) -> int:
-    return int(need(layers, "num_hidden_layers"))
+def _need(what: str, fields: Mapping[str, Any], name: str) -> Any:
+    if fields.get(name) is None:
+        raise InputError(f"{what} has no {name} in its {CONFIG}; it cannot be used without.")
+    return fields[name]
 
 
 def _taps(
-    raw: Mapping[str, Any], own: Mapping[str, Any], need: Any, what: str, n_layer: int | None, count: int
+    raw: Mapping[str, Any], own: Mapping[str, Any], what: str, n_layer: int | None, count: int
 ) -> tuple[int, ...]:
     """Blocks of the target, 0-based; both formats take the last state after the final norm, as transformers does."""
     if "aux_hidden_state_layer_ids" in raw:
-        ids = [i - 1 for i in need(raw, "aux_hidden_state_layer_ids")]
+        ids = [i - 1 for i in _need(what, raw, "aux_hidden_state_layer_ids")]
         if -1 in ids:
             raise InputError(
                 f"{what} reads the target's embedding (layer id 0); litspec hands out what its blocks put out."
@@ -141,7 +140,7 @@ def _taps(
         ids = list(own["target_layer_ids"])
     else:
         # The rule of the reference, for folders that do not say.
-        total = need(own, "num_target_layers")
+        total = _need(what, own, "num_target_layers")
         spread = total - 4
         ids = [total // 2] if count == 1 else [round(1 + i * spread / (count - 1)) for i in range(count)]
     return tuple(-1 if i + 1 == n_layer else i for i in ids)

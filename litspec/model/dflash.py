@@ -268,7 +268,8 @@ class DFlashNetwork(nn.Module):
             For each layer keys and values, each `(N, G, D)`.
         """
         rows = self.hidden_norm(self.fc(states))
-        return [layer.self_attn.keys_values(rows, rope) for layer in self.layers]
+        attentions = [layer.get_submodule("self_attn") for layer in self.layers]
+        return [one.keys_values(rows, rope) for one in attentions if isinstance(one, Attention)]
 
     def masks(self, context: int, device: torch.device) -> list[Tensor | None]:
         """For each layer what a block's rows see of `context` positions and of the block, True where they do.
