@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 
 from litspec.drafters import Drafter, DrafterName, DraftSession, FixedK, Proposal
 from litspec.drafters.autoregressive import step_bytes
@@ -279,13 +280,14 @@ def measure_parts(
 
     for name, drafter in drafters.items():
         session = TargetSession(llm.placed, room)
-        session.prefill(text)
+        _, hidden = session.prefill(text, drafter.taps)
         draft = drafter.begin(session, room, sampler)
         drafted = k or min(drafter.max_k, llm.verify_width - 1)
         if hasattr(draft, "warm_up"):
             draft.warm_up((drafted,))
             session.prefill(text)
-        draft.extend(text, 0)
+        # A token goes with the state that predicted it.
+        draft.extend(text, 0, None if hidden is None else F.pad(hidden, (0, 0, 1, 0))[:-1])
 
         def drafting(session: TargetSession = session, draft: DraftSession = draft, n: int = drafted) -> None:
             if session.graphs is not None:
@@ -417,7 +419,7 @@ def measure(
     summarize(runs, measured, parts)
     settings |= dict(
         target=config.name,
-        draft=llm.placed.draft_model.config.name if "draft_model" in drafters else None,
+        draft=llm.draft_name if "draft_model" in drafters else None,
         exit_layer=exit_layer,
         device=str(llm.placed.device),
         dtype=str(next(llm.placed.model.parameters()).dtype).removeprefix("torch."),

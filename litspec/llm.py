@@ -242,9 +242,11 @@ class SpecLLM:
         return SpecLLM(placed, self.codec, drafter, self._pair, self._embedded, self._published)
 
     @property
-    def has_draft(self) -> bool:
-        """Whether draft_dir gave a drafter, a model or a published one; its name is "draft_model"."""
-        return self.placed.draft_model is not None or self._published is not None
+    def draft_name(self) -> str | None:
+        """The model that draft_dir holds, or the kind of a published drafter; None where there is neither."""
+        if self.placed.draft_model is not None:
+            return self.placed.draft_model.config.name
+        return None if self._published is None else type(self._published).__name__
 
     @property
     def compile_seconds(self) -> float:

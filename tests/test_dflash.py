@@ -21,9 +21,12 @@ from litgpt import Config
 from litgpt.scripts.convert_hf_checkpoint import copy_weights_qwen_3
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from litspec import SpecLLM
 from litspec.__main__ import main
+from litspec.benchmark import measure_parts
 from litspec.drafters import Proposal
 from litspec.drafters.dflash import DFlash, DFlashSession
 from litspec.drafters.dflash_folder import load_dflash, read_config
@@ -185,6 +188,57 @@ def test_states_that_were_left_out_are_an_error_and_not_wrong_drafts() -> None:
         session.extend([1] * 8, 16, torch.zeros(8, 48))
     with pytest.raises(ValueError, match="given no states"):
         session.extend([1], 0)
+    session.extend([1, 2, 3], 0, torch.zeros(3, 48))
+    with pytest.raises(ValueError, match="told 2 positions cannot draft behind position 3"):
+        session.propose(3, 3, 4)
+
+
+def test_the_embedding_is_borrowed_raw_and_the_head_with_the_target_s_soft_cap() -> None:
+    """Gemma's target scales its embedding and caps its logits; the reference takes the one raw and has no cap here."""
+    model = target_model()
+    model.config.scale_embeddings = True
+    model.config.final_logit_softcapping = 0.5
+    drafter = load_dflash(FIXTURES / "v1", model)
+    like_gemma = TargetSession(Single(model, None, torch.device("cpu"), verify_width=8), 64)
+    recorded = reference("v1")
+    n = int(recorded["anchor"][0])
+    tokens = recorded["text"][: n + 1].tolist()
+    _, hidden = TargetSession(PLACED, 64).prefill(tokens, drafter.taps)
+    session = drafter.begin(like_gemma, 64, Greedy(GREEDY))
+    session.extend(tokens, 0, torch.cat((torch.zeros_like(hidden[:1]), hidden))[:-1])
+    capped = 0.5 * torch.tanh(recorded["logits"][0, 1:] / 0.5)
+    torch.testing.assert_close(session.logits(tokens[-1], n), capped, rtol=0, atol=1e-5)
+    # A cap that the folder names counts instead: version 2 was recorded with one of its own.
+    assert load_dflash(FIXTURES / "v2", model).config.softcap == 3.0
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ],
+)
+@pytest.mark.parametrize("old", [False, True])
+def test_rotary_scaling_is_that_of_transformers(scaling: dict[str, Any], old: bool) -> None:
+    fields = {"rope_theta": 5e5} | scaling
+    sizes = dict(head_dim=32, hidden_size=64, num_attention_heads=2)
+    rotary = Qwen3RotaryEmbedding(Qwen3Config(**sizes, rope_parameters=dict(fields)))
+    cos, sin = rotary(torch.zeros(1), torch.arange(200).unsqueeze(0))
+    raw = json.loads((FIXTURES / "v1" / "config.json").read_text()) | sizes
+    del raw["rope_parameters"]
+    # As transformers wrote it before version 5, and since.
+    raw |= {"rope_scaling": scaling, "rope_theta": 5e5} if old else {"rope_parameters": fields}
+    found = DFlashNetwork(read_config(raw, "The drafter")).rope_tables(200)
+    torch.testing.assert_close(found[0][:, 0], cos[0], rtol=0, atol=2e-5)
+    torch.testing.assert_close(found[1][:, 0, 16:], sin[0, :, 16:], rtol=0, atol=2e-5)
+    torch.testing.assert_close(found[1][:, 0, :16], -sin[0, :, :16], rtol=0, atol=2e-5)
 
 
 # ---- published folders ----
@@ -263,6 +317,28 @@ def test_a_pickle_is_read_as_tensors_only(tmp_path: Path) -> None:
     torch.save(weights | {"more": SimpleNamespace()}, folder / "pytorch_model.bin")
     with pytest.raises(InputError, match="would run code"):
         load_dflash(folder, TARGET)
+
+
+def test_weights_may_lie_in_several_files(tmp_path: Path) -> None:
+    folder = tmp_path / "head"
+    folder.mkdir()
+    shutil.copy(FIXTURES / "v2" / "config.json", folder)
+    weights = load_file(FIXTURES / "v2" / "model.safetensors")
+    names = sorted(weights)
+    for i in (0, 1):
+        part = {name: weights[name] for name in names[i::2]}
+        save_file(part, folder / f"model-0000{i + 1}-of-00002.safetensors")
+    whole, parts = load_dflash(FIXTURES / "v2", TARGET).network, load_dflash(folder, TARGET).network
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(weight, parts.state_dict()[name])
+    (folder / "model-00002-of-00002.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(InputError, match="Git LFS pointer"):
+        load_dflash(folder, TARGET)
+
+
+def test_a_head_given_as_an_object_is_refused_by_another_target(llm: SpecLLM) -> None:
+    with pytest.raises(InputError, match="hidden size 16, but .* has 192"):
+        llm.with_drafter(load_dflash(FIXTURES / "v1", TARGET)).generate("abc", max_new_tokens=4)
 
 
 def test_weights_are_cast_to_the_target_s_type() -> None:
@@ -365,11 +441,11 @@ def test_the_command_takes_a_published_folder_as_draft_dir(tmp_path: Path, capsy
 def test_commands_find_the_published_drafter_again_under_the_draft_model_s_name(tmp_path: Path) -> None:
     target, head = published_pair(tmp_path)
     llm = SpecLLM.load(target, head, accelerator="cpu")
-    assert llm.has_draft and isinstance(llm.drafter, DFlash)
+    assert llm.draft_name == "DFlash" and isinstance(llm.drafter, DFlash)
     for name in ("auto", "draft_model"):
         assert llm.with_drafter("none").with_drafter(name).drafter is llm.drafter
-    assert not SpecLLM.load(target, accelerator="cpu").has_draft
-    assert not SpecLLM.load(target, head, drafter="prompt_lookup", accelerator="cpu").has_draft
+    assert SpecLLM.load(target, accelerator="cpu").draft_name is None
+    assert SpecLLM.load(target, head, drafter="prompt_lookup", accelerator="cpu").draft_name is None
 
 
 def test_a_sampled_job_does_not_go_on_with_another_head(tmp_path: Path) -> None:
@@ -515,6 +591,12 @@ def test_texts_are_the_target_s_own(version: str, precision: str) -> None:
             text = head.generate("It was a truth", speculative_k=k, **settings)
             assert text.token_ids == alone.token_ids
             assert sum(block.proposed for block in text.blocks) > 30
+
+
+def test_bench_times_a_head_with_the_states_that_it_wants(llm: SpecLLM) -> None:
+    head = random_head(llm, "v1")
+    parts = measure_parts(llm, llm, {"head": head}, GREEDY, list(range(2, 40)), [1, 8], repeats=1)
+    assert 0 < parts.draft["head"] < 1
 
 
 @pytest.mark.parametrize("version", VERSIONS)

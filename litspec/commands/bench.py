@@ -130,7 +130,7 @@ def bench(
     names: list[Any] = [drafter]
     if drafter == "all":
         names = ["prompt_lookup", "early_exit"]
-        if llm.has_draft:
+        if llm.draft_name is not None:
             names.insert(0, "draft_model")
 
     console = Console(stderr=True)

@@ -129,7 +129,7 @@ def verify(
     )
     prompts = read_prompts(prompts_file)
     drafters = ["prompt_lookup", "early_exit"]
-    if llm.has_draft:
+    if llm.draft_name is not None:
         drafters.insert(0, "draft_model")
     sampled = dict(temperature=temperature, top_k=top_k, top_p=top_p)
     modes = {"greedy": dict(temperature=0.0), "coupled": dict(sampler="coupled", **sampled)}

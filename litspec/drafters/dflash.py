@@ -67,7 +67,7 @@ class DFlash:
     to right, among the likeliest ids of each position, scored by the token before.
 
     Args:
-        network: Its weights. Targets of another dtype or device get a copy.
+        network: Its weights, which are frozen. Targets of another dtype or device get a copy.
     """
 
     def __init__(self, network: DFlashNetwork) -> None:
@@ -164,7 +164,11 @@ class DFlashSession:
 
     @torch.inference_mode()
     def propose(self, token: int, input_pos: int, k: int) -> Proposal:
-        """Runs the whole block, whatever k, since its rows see each other; then cuts it."""
+        """Runs the whole block, whatever k, since its rows see each other; then cuts it.
+
+        Raises:
+            ValueError: Positions before `token` were not told by `extend`.
+        """
         k = min(k, self._config.max_k)
         first = self._mask_ids.new_full((1,), token)
         if k < 1:
@@ -188,6 +192,11 @@ class DFlashSession:
     def _rows(self, first: Tensor, input_pos: int) -> Tensor:
         """The block's rows for the head, (B, C)."""
         config = self._config
+        if input_pos != self._known:
+            raise ValueError(
+                f"a DFlash session that was told {self._known} positions cannot draft behind position {input_pos}; "
+                "extend must come first."
+            )
         ids = torch.cat((first, self._mask_ids))
         x = F.embedding(ids, self._wte)
         if config.embedding_scale != 1:
