@@ -337,7 +337,7 @@ def test_weights_may_lie_in_several_files(tmp_path: Path) -> None:
 
 
 def test_a_head_given_as_an_object_is_refused_by_another_target(llm: SpecLLM) -> None:
-    with pytest.raises(InputError, match="hidden size 16, but .* has 192"):
+    with pytest.raises(InputError, match=r"hidden size 16, but .* has 192"):
         llm.with_drafter(load_dflash(FIXTURES / "v1", TARGET)).generate("abc", max_new_tokens=4)
 
 
