@@ -17,7 +17,7 @@ from litspec.compiled import Graphs
 from litspec.decoding import Block, decode
 from litspec.demo import DEMO_DRAFT, DEMO_TARGET
 from litspec.drafters import Drafter, SpeculativeK, make_drafter, make_speculative_k
-from litspec.drafters.published import kind_of, load_published
+from litspec.drafters.folders import kind_of, load_published
 from litspec.errors import InputError
 from litspec.model.packed import PackedLinear
 from litspec.placement import place
@@ -159,7 +159,7 @@ class SpecLLM:
             checkpoint_dir: Folder of the target in LitGPT's format, or its name below `checkpoints/`. None loads the
                 embedded demonstration pair.
             draft_dir: Folder of the draft model, or of a drafter that was published for the target (see
-                `litspec.drafters.published`); its files tell which.
+                `litspec.drafters.folders`); its files tell which.
             drafter: Who drafts: "draft_model", "prompt_lookup", "early_exit", "none", or an object of the protocol in
                 `litspec.drafters`. "auto" is what draft_dir holds, where it is given, else prompt lookup.
             accelerator: As in Lightning Fabric, and so for `devices` and `num_nodes`.
@@ -195,7 +195,7 @@ class SpecLLM:
         target = open_checkpoint(checkpoint_dir, role="checkpoint_dir")
         if drafter not in ("auto", "draft_model"):
             draft_dir = None  # not needed, so not read
-        kind = kind_of(draft_dir) if draft_dir is not None else "litgpt"
+        kind = kind_of(draft_dir, target.dir) if draft_dir is not None else "litgpt"
         draft = open_checkpoint(draft_dir, role="draft_dir") if draft_dir is not None and kind == "litgpt" else None
         codec = TextCodec(target.dir, target.config)
         pair = check_pair(target, draft) if draft is not None else None

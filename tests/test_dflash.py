@@ -30,7 +30,7 @@ from litspec.benchmark import measure_parts
 from litspec.drafters import Proposal
 from litspec.drafters.dflash import DFlash, DFlashSession
 from litspec.drafters.dflash_folder import load_dflash, read_config
-from litspec.drafters.published import kind_of
+from litspec.drafters.folders import kind_of
 from litspec.errors import InputError
 from litspec.jobs import run_job
 from litspec.model import GPT
@@ -396,6 +396,10 @@ def test_what_lies_in_a_folder_is_told_from_its_files(tmp_path: Path) -> None:
     assert kind_of(folder("h", {"architectures": ["LlamaForCausalLM"]}, [])) == "litgpt"
     assert kind_of(folder("i", None, [])) == kind_of(tmp_path / "nowhere") == kind_of("") == "litgpt"
     assert kind_of(write_checkpoint(folder("j", {"architectures": ["DFlashDraftModel"]}))) == "litgpt"
+    # A target whose folder still holds the files it was converted from, with MTP layers among them, drafts for itself.
+    converted = write_checkpoint(folder("l", {"architectures": ["Glm4Moe"]}, ["model.layers.9.eh_proj.weight"]))
+    assert kind_of(converted, converted) == "mtp"
+    assert kind_of(converted, tmp_path / "j") == kind_of(converted) == "litgpt"
     with pytest.raises(InputError, match="holds a drafter called 'dspark'"):
         kind_of(folder("k", {"speculators_model_type": "dspark"}))
 

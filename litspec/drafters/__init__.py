@@ -49,7 +49,7 @@ def make_drafter(
             was loaded, or the drafter that was published for the target, else prompt lookup.
         placed: The target, and the draft model where one was loaded.
         pair: What the two vocabularies have in common; None where they are the same.
-        published: What draft_dir holds where that is no draft model, see `drafters.published`.
+        published: What draft_dir holds where that is no draft model, see `drafters.folders`.
         exit_layer: Layers that draft, for "early_exit"; None for a quarter of them.
         max_ngram: Longest run of tokens that "prompt_lookup" looks for ...
         min_ngram: ... and the shortest.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from litspec.drafters.dflash import EMBEDDING, DFlash, check_fit
-from litspec.drafters.published import CONFIG, open_published
+from litspec.drafters.folders import CONFIG, open_published
 from litspec.errors import InputError
 from litspec.model.dflash import DFlashConfig, DFlashNetwork
 

@@ -14,7 +14,7 @@ import torch
 
 from litspec.checkpoint import Checkpoint, open_checkpoint
 from litspec.demo import DEMO_DRAFT, DEMO_TARGET
-from litspec.drafters.published import CONFIG, kind_of, open_published, resolve
+from litspec.drafters.folders import CONFIG, kind_of, open_published, resolve
 from litspec.errors import InputError
 from litspec.jobs.disk import digest
 from litspec.jobs.prompts import Prompts

@@ -41,11 +41,12 @@ LOADERS: dict[Kind, str] = {
 # What gives a kind away, as far as it is named: in `architectures` and `speculators_model_type` ...
 _NAMES: tuple[tuple[str, Kind], ...] = ((r"eagle", "eagle"), (r"dflash", "dflash"), (r"mtp|nextn", "mtp"))
 # ... else in the names of the weights.
+_MTP = r"(^|\.)(mtp|mtp_layers|nextn)\.|\.(enorm|eh_proj|token_layernorm)\."
 _WEIGHT_NAMES: tuple[tuple[str, Kind], ...] = (
     (r"^(model\.)?midlayer\.", "eagle"),
     (r"^layers\.0\.hidden_norm\.", "eagle"),
     (r"^hidden_norm\.", "dflash"),
-    (r"(^|\.)(mtp|mtp_layers|nextn)\.|\.(enorm|eh_proj|token_layernorm)\.", "mtp"),
+    (_MTP, "mtp"),
 )
 # Names that a whole model has: a Hugging Face folder that was not converted, of which the checkpoint reader speaks.
 _WHOLE_MODEL = r"(^|\.)embed_tokens\.|^transformer\.|^gpt_neox\."
@@ -90,11 +91,15 @@ def resolve(draft_dir: str | Path) -> Path:
     return extend_checkpoint_dir(Path(draft_dir))
 
 
-def kind_of(draft_dir: str | Path) -> Kind:
+def kind_of(draft_dir: str | Path, target_dir: Path | None = None) -> Kind:
     """Tells what lies in a folder from its files.
 
     A folder without `config.json`, and one that holds a LitGPT checkpoint, is taken to be the latter, whose own reader
-    says what is wrong with it.
+    says what is wrong with it. The target's own folder is one too, except where MTP layers lie beside the checkpoint.
+
+    Args:
+        draft_dir: The folder.
+        target_dir: The target's.
 
     Raises:
         InputError: A published folder whose kind is unknown here.
@@ -102,8 +107,11 @@ def kind_of(draft_dir: str | Path) -> Kind:
     if not str(draft_dir) or "\0" in str(draft_dir):
         return "litgpt"
     folder = resolve(draft_dir)
-    if os.path.exists(folder / WEIGHTS) or not os.path.isfile(folder / CONFIG):
+    if not os.path.isfile(folder / CONFIG):
         return "litgpt"
+    if os.path.exists(folder / WEIGHTS):
+        own = target_dir is not None and os.path.samefile(folder, target_dir)
+        return "mtp" if own and any(re.search(_MTP, name) for name in _weight_files(folder)) else "litgpt"
     config = _read_config(folder)
     declared = [
         config.get("speculators_model_type"),
