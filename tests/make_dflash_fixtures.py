@@ -51,16 +51,16 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
     model.eval()
 
 
-def drafter(version: int) -> DFlashDraftModel:
-    """Version 1 with two causal sliding layers of three; version 2 with windows that look both ways, and all scales."""
+# Each drafter's version, and which of its layers have a window: causal ones in version 1, and in version 2, which also
+# has all the scales, one that looks both ways.
+DRAFTERS = {"v1": (1, (True, False, True)), "v2": (2, (False, True)), "windows": (1, (True,))}
+
+
+def drafter(version: int, windows: tuple[bool, ...]) -> DFlashDraftModel:
     config = Qwen3Config(
         **SIZES,
-        num_hidden_layers=3 if version == 1 else 2,
-        layer_types=(
-            ["sliding_attention", "full_attention", "sliding_attention"]
-            if version == 1
-            else ["full_attention", "sliding_attention"]
-        ),
+        num_hidden_layers=len(windows),
+        layer_types=["sliding_attention" if window else "full_attention" for window in windows],
         use_sliding_window=True,
         sliding_window=WINDOW,
         rope_theta=1e6,
@@ -131,17 +131,17 @@ def record(model: DFlashDraftModel, target: Qwen3ForCausalLM, version: int) -> d
 
 
 def main(folder: Path) -> None:
-    """Writes the folders `target`, `v1` and `v2`."""
+    """Writes the target, and a folder and a file for each drafter."""
     target = Qwen3ForCausalLM(Qwen3Config(**SIZES, num_hidden_layers=4, tie_word_embeddings=False))
     randomize(target, 0)
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: t.contiguous() for name, t in target.state_dict().items()}, folder / "target.safetensors")
-    for version in (1, 2):
-        model = drafter(version)
-        out = folder / f"v{version}"
+    for name, (version, windows) in DRAFTERS.items():
+        model = drafter(version, windows)
+        out = folder / name
         model.save_pretrained(out)
         reference = record(model, target, version)
-        save_file({name: t.contiguous() for name, t in reference.items()}, folder / f"v{version}.reference.safetensors")
+        save_file({key: t.contiguous() for key, t in reference.items()}, folder / f"{name}.reference.safetensors")
         config = json.loads((out / "config.json").read_text())
         config.pop("transformers_version", None)
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")

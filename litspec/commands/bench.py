@@ -46,7 +46,7 @@ def bench(
     Args:
         checkpoint_dir: Folder of the target in LitGPT's format, or its name below checkpoints/. Without it the embedded
             demonstration pair is measured.
-        draft_dir: Folder of the draft model.
+        draft_dir: Folder of the draft model, or of a published drafter.
         drafter: Which drafter to measure; all measures the draft model (where there is one), prompt_lookup and
             early_exit.
         prompts_file: Text file with a prompt on each line; by default three are built in.

@@ -53,7 +53,8 @@ def generate(
     Args:
         checkpoint_dir: Folder of the target in LitGPT's format, or its name below checkpoints/. Without it the embedded
             demonstration pair runs.
-        draft_dir: Folder of the draft model, whose tokenizer must be the target's.
+        draft_dir: Folder of the draft model, whose tokenizer must be the target's, or of a drafter that was published
+            for the target.
         prompt: What to continue or answer; the checkpoint's prompt style is applied to it.
         prompts_file: Many prompts. A .txt file holds one a line; a .jsonl file holds an object a line with
             "prompt", perhaps "id", and perhaps sys_prompt, max_new_tokens, min_new_tokens, temperature, top_k, top_p,
@@ -73,7 +74,7 @@ def generate(
         seed: Of the random numbers; the same seed gives the same text.
         stop: A string before which the text ends; repeat the flag for several.
         drafter: Who proposes: a draft model, the prompt itself, the target's own first layers, or nobody; auto is the
-            draft model where draft_dir is given, else prompt_lookup.
+            drafter of draft_dir where that is given, else prompt_lookup.
         exit_layer: Layers that draft, for early_exit; a quarter of them by default.
         verify_width: Rows the target verifies at once, always; the last bits of the text depend on it.
         accelerator: As in Lightning Fabric: auto, cpu, cuda, mps.

@@ -87,7 +87,7 @@ def verify(
     Args:
         checkpoint_dir: Folder of the target in LitGPT's format, or its name below checkpoints/. Without it the embedded
             demonstration pair is verified.
-        draft_dir: Folder of the draft model; without it the other drafters are verified.
+        draft_dir: Folder of the draft model, or of a published drafter; without it the other drafters are verified.
         prompts_file: Text file with a prompt on each line; by default a few are built in.
         max_new_tokens: Tokens of each text.
         temperature: Of the sampled checks.

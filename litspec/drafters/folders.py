@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import re
+import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
@@ -199,7 +200,8 @@ def _safetensors(path: Path) -> Any:
 
 def _unpickled(path: Path) -> dict[str, Tensor]:
     try:
-        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        # Files of PyTorch before 1.6 are no archives, which alone can be mapped.
+        content = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
     except pickle.UnpicklingError as error:
         raise InputError(
             f"{str(path)!r} (draft_dir) would run code when loaded, or is damaged, and is refused; a drafter's file "
