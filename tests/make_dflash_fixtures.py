@@ -53,7 +53,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
 
 # Each drafter's version, and which of its layers have a window: causal ones in version 1, and in version 2, which also
 # has all the scales, one that looks both ways.
-DRAFTERS = {"v1": (1, (True, False, True)), "v2": (2, (False, True)), "windows": (1, (True,))}
+DRAFTERS = {"v1": (1, (True, False, True)), "v2": (2, (False, True)), "windows": (1, (True, True))}
 
 
 def drafter(version: int, windows: tuple[bool, ...]) -> DFlashDraftModel:
