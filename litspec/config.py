@@ -60,7 +60,10 @@ class LoadConfig:
     draft_dir: str | Path | None = field(
         default=None,
         metadata=_about(
-            "proposals", "Folder of the draft model, whose tokenizer must be the target's.", flag=str | None
+            "proposals",
+            "Folder of the draft model, whose tokenizer must be the target's, or of a drafter that was published for "
+            "the target (see `litspec.drafters.folders`); its files tell which.",
+            flag=str | None,
         ),
     )
     _: KW_ONLY

@@ -45,6 +45,7 @@ def make_drafter(
     placed: Placed,
     *,
     pair: PairReport | None = None,
+    published: Drafter | None = None,
     exit_layer: int | None = None,
     max_ngram: int = 3,
     min_ngram: int = 1,
@@ -53,9 +54,10 @@ def make_drafter(
 
     Args:
         drafter: Its name, or an object of the protocol, which is taken as it is. "auto" is the draft model where one
-            was loaded, else prompt lookup.
+            was loaded, or the drafter that was published for the target, else prompt lookup.
         placed: The target, and the draft model where one was loaded.
         pair: What the two vocabularies have in common; None where they are the same.
+        published: What draft_dir holds where that is no draft model, see `drafters.folders`.
         exit_layer: Layers that draft, for "early_exit"; None for a quarter of them.
         max_ngram: Longest run of tokens that "prompt_lookup" looks for ...
         min_ngram: ... and the shortest.
@@ -70,6 +72,8 @@ def make_drafter(
     check_drafter_choice(drafter)
     if not isinstance(drafter, str):
         return drafter
+    if published is not None and drafter in ("auto", "draft_model"):
+        return published
     max_k = placed.verify_width - 1
 
     def prompt_lookup() -> Drafter:

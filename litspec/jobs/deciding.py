@@ -15,6 +15,7 @@ import torch
 from litspec.checkpoint import Checkpoint, open_checkpoint
 from litspec.config import names_of
 from litspec.demo import DEMO_DRAFT, DEMO_TARGET
+from litspec.drafters.folders import CONFIG, kind_of, open_published, resolve
 from litspec.errors import InputError
 from litspec.jobs.disk import digest, reading
 from litspec.jobs.prompts import Prompts
@@ -53,11 +54,7 @@ def checkpoint_digest(checkpoint: Checkpoint) -> str:
             parts += [name, path.read_bytes() if path.is_file() else b""]
     with reading(checkpoint.weights), open(checkpoint.weights, "rb") as file:
         parts += _table_of_contents(file, checkpoint)
-        size = file.seek(0, os.SEEK_END)
-        parts.append(str(size))
-        for i in range(BLOCKS):
-            file.seek(size * i // BLOCKS)
-            parts.append(file.read(BLOCK_BYTES))
+        parts += _samples(file)
     return digest(*parts)
 
 
@@ -72,6 +69,29 @@ def _table_of_contents(file: BinaryIO, checkpoint: Checkpoint) -> list[str]:
             f"{str(checkpoint.weights)!r} ({checkpoint.role}) is damaged, its table of contents cannot be read: "
             f"{' '.join(str(error).split())}; download or convert the checkpoint again."
         ) from error
+
+
+def draft_digest(draft_dir: str | Path) -> str:
+    """The same of what draft_dir holds, a checkpoint or a published drafter."""
+    if kind_of(draft_dir) == "litgpt":
+        return checkpoint_digest(open_checkpoint(draft_dir, role="draft_dir"))
+    folder = resolve(draft_dir)
+    with reading(folder / CONFIG):
+        parts: list[bytes | str] = [(folder / CONFIG).read_bytes()]
+    for path in sorted(set(open_published(folder).files.values())):
+        with reading(path), open(path, "rb") as file:
+            parts += [path.name, *_samples(file)]
+    return digest(*parts)
+
+
+def _samples(file: BinaryIO) -> list[bytes | str]:
+    """A file's size, and blocks from all over it."""
+    size = file.seek(0, os.SEEK_END)
+    parts: list[bytes | str] = [str(size)]
+    for i in range(BLOCKS):
+        file.seek(size * i // BLOCKS)
+        parts.append(file.read(BLOCK_BYTES))
+    return parts
 
 
 def deciding(prompts: Prompts, load: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,10 +116,8 @@ def deciding(prompts: Prompts, load: Mapping[str, Any], settings: Mapping[str, A
     found |= _decided_by_folder(TextCodec(target.dir, target.config))
     if depends_on_proposals(prompts, settings):
         draft = DEMO_DRAFT if embedded else load["draft_dir"]
-        if draft is not None and load["drafter"] in ("auto", "draft_model"):
-            draft = checkpoint_digest(open_checkpoint(draft, role="draft_dir"))
-        else:
-            draft = None
+        wanted = draft is not None and load["drafter"] in ("auto", "draft_model")
+        draft = draft_digest(draft) if wanted else None
         found |= {name: given[name] for name in DRAFTING if name != "drafter"} | {"draft_dir": draft}
     return json.loads(json.dumps(found, default=str))
 
