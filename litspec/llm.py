@@ -156,8 +156,8 @@ class SpecLLM:
             checkpoint_dir: Folder of the target in LitGPT's format, or its name below `checkpoints/`. None loads the
                 embedded demonstration pair.
             draft_dir: Folder of the draft model.
-            drafter: Who drafts: "draft_model", "prompt_lookup", "early_exit", "none", or an object of the protocol in
-                `litspec.drafters`. "auto" is the draft model where there is one, else prompt lookup.
+            drafter: Who drafts: "draft_model", "prompt_lookup", "suffix", "early_exit", "none", or an object of the
+                protocol in `litspec.drafters`. "auto" is the draft model where there is one, else prompt lookup.
             accelerator: As in Lightning Fabric, and so for `devices` and `num_nodes`.
             devices: How many devices.
             num_nodes: How many machines.

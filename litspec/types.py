@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Literal
 
 SamplerName = Literal["rejection", "coupled"]
-DrafterName = Literal["auto", "draft_model", "prompt_lookup", "early_exit", "none"]
+DrafterName = Literal["auto", "draft_model", "prompt_lookup", "suffix", "early_exit", "none"]
 BenchDrafterName = Literal["all", "draft_model", "prompt_lookup", "early_exit"]
 PlacementName = Literal["auto", "single", "tensor_parallel", "sequential", "replicate"]
 DraftPlacementName = Literal["replicated", "tensor_parallel"]

@@ -72,8 +72,8 @@ def generate(
         sampler: rejection accepts most proposals; coupled makes a sampled text the same for every drafter and every k.
         seed: Of the random numbers; the same seed gives the same text.
         stop: A string before which the text ends; repeat the flag for several.
-        drafter: Who proposes: a draft model, the prompt itself, the target's own first layers, or nobody; auto is the
-            draft model where draft_dir is given, else prompt_lookup.
+        drafter: Who proposes: a draft model, the prompt itself (suffix: earlier texts too), the target's own first
+            layers, or nobody; auto is the draft model where draft_dir is given, else prompt_lookup.
         exit_layer: Layers that draft, for early_exit; a quarter of them by default.
         verify_width: Rows the target verifies at once, always; the last bits of the text depend on it.
         accelerator: As in Lightning Fabric: auto, cpu, cuda, mps.

@@ -128,7 +128,7 @@ def verify(
         compile=compile,
     )
     prompts = read_prompts(prompts_file)
-    drafters = ["prompt_lookup", "early_exit"]
+    drafters = ["prompt_lookup", "suffix", "early_exit"]
     if llm.placed.draft_model is not None:
         drafters.insert(0, "draft_model")
     sampled = dict(temperature=temperature, top_k=top_k, top_p=top_p)

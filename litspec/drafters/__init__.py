@@ -1,4 +1,4 @@
-"""Who proposes: a draft model, the text itself, the target's own first layers, or an object of the caller's."""
+"""Who proposes: a draft model, this text and earlier ones, the target's own layers, or an object of the caller's."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from litspec.drafters.draft_model import DraftModel
 from litspec.drafters.early_exit import EarlyExit
 from litspec.drafters.prompt_lookup import PromptLookup
 from litspec.drafters.speculative_k import FixedK, SpeculativeK, make_speculative_k
+from litspec.drafters.suffix import Suffix
 from litspec.errors import InputError
 from litspec.types import DrafterName
 
@@ -27,6 +28,7 @@ __all__ = [
     "PromptLookup",
     "Proposal",
     "SpeculativeK",
+    "Suffix",
     "make_drafter",
     "make_speculative_k",
 ]
@@ -75,6 +77,8 @@ def make_drafter(
     max_k = placed.verify_width - 1
     if drafter == "prompt_lookup":
         return PromptLookup(max_k, max_ngram=max_ngram, min_ngram=min_ngram)
+    if drafter == "suffix":
+        return Suffix(max_k)
     if drafter == "early_exit":
         return EarlyExit(placed.model, max_k=max_k, exit_layer=exit_layer)
     if drafter == "draft_model":
