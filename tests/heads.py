@@ -74,14 +74,16 @@ def bare_target(
 
 
 class Recorder:
-    """A greedy sampler that keeps the logits it was shown."""
+    """A greedy sampler that keeps the logits it was shown, and may be told what to choose."""
 
     def __init__(self) -> None:
         self.logits: list[Tensor] = []
+        self.follow: Sequence[int] = ()
 
     def draw(self, logits: Tensor, position: int, inputs: object = None) -> tuple[Tensor, None]:
+        told = self.follow[len(self.logits) : len(self.logits) + 1]
         self.logits.append(logits[0].clone())
-        return logits.max(-1).indices, None
+        return torch.tensor(told) if told else logits.max(-1).indices, None
 
 
 class Told:
@@ -95,9 +97,9 @@ class Told:
     def __init__(self, drafter: Drafter, model: GPT, tokens: Sequence[int], states: Tensor, length: int = 1024) -> None:
         self.tokens = list(tokens)
         self._states = torch.cat((torch.zeros_like(states[:1]), states))
-        self._recorder = Recorder()
+        self.recorder = Recorder()
         target = SimpleNamespace(model=model, config=model.config, device=torch.device("cpu"), stop_ids=())
-        self.session = drafter.begin(target, length, self._recorder)
+        self.session = drafter.begin(target, length, self.recorder)
         self.known = 0
 
     def tell(self, known: int, chunk: int | None = None) -> None:
@@ -111,9 +113,9 @@ class Told:
 
     def propose(self, k: int) -> tuple[list[int], Tensor]:
         """The drafts, and the logits `(k, V)` that they were chosen from."""
-        self._recorder.logits.clear()
+        self.recorder.logits.clear()
         proposal = self.session.propose(self.tokens[self.known - 1], self.known - 1, k)
-        return proposal.tokens.tolist(), torch.stack(self._recorder.logits)
+        return proposal.tokens.tolist(), torch.stack(self.recorder.logits)
 
 
 def random_eagle(

@@ -3,7 +3,7 @@
 None of them fits beside LitGPT, so each is recorded once, in an environment of its own, and tests read the files only:
 
     python tests/make_eagle_mtp_fixtures.py eagle REPO    # torch 2.13, transformers 5.24; REPO: EAGLE's, at cb7e084
-    python tests/make_eagle_mtp_fixtures.py speculators   # torch 2.13, transformers 5.19, speculators 0.9.0
+    TORCHDYNAMO_DISABLE=1 python tests/make_eagle_mtp_fixtures.py speculators    # transformers 5.19, speculators 0.9.0
     python tests/make_eagle_mtp_fixtures.py mtp           # torch 2.13, transformers 5.24
 
 A file holds weights by the reference's names, the tokens of one text, the target's states at their positions, and for
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -127,6 +128,64 @@ def eagle(repo: str) -> None:
     save("eagle3", weights | played | {"states": states[: len(played["tokens"]) - 1]}, fields | {"hidden_act": "silu"})
 
 
+SPECULATORS = {
+    "plain": {},
+    "before_residual": {"norm_before_residual": True},
+    "output": {"norm_output": True, "fc_norm": True},
+    "before_fc": {"norm_before_fc": True, "norm_before_residual": True},
+}
+
+
+@torch.no_grad()
+def speculators() -> None:
+    """The same weights as EAGLE's; later steps are given the text's own tokens, whatever the first one drafts."""
+    from speculators.config import SpeculatorsConfig, VerifierConfig
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+    from transformers import LlamaConfig
+
+    with safe_open(FIXTURES / "eagle3.safetensors", framework="pt") as content:
+        names = content.keys()
+        recorded = {name: content.get_tensor(name) for name in names}
+        fields = json.loads(content.metadata()["config"])
+    weights = {name.removeprefix("weights."): w for name, w in recorded.items() if name.startswith("weights.")}
+    weights = {name.replace("midlayer.", "layers.0."): w for name, w in weights.items()}
+    generator = torch.Generator().manual_seed(5)
+    extra = {f"fc_norm.{i}.weight": 0.5 + torch.rand(CHANNELS, generator=generator) for i in range(3)}
+    extra["input_norm.weight"] = 0.5 + torch.rand(3 * CHANNELS, generator=generator)
+    t2d = torch.zeros(VOCAB, dtype=torch.bool)
+    t2d[target_ids()] = True
+
+    tensors: dict[str, Tensor] = {f"weights.{name}": weight for name, weight in extra.items()}
+    rows = [0, 9, 20]
+    tensors["rows"] = torch.tensor(rows)
+    for name, flags in SPECULATORS.items():
+        layer = LlamaConfig(**{key: value for key, value in fields.items() if key != "draft_vocab_size"})
+        layer._attn_implementation = "eager"
+        config = Eagle3SpeculatorConfig(
+            transformer_layer_config=layer,
+            draft_vocab_size=DRAFT_VOCAB,
+            eagle_aux_hidden_state_layer_ids=[2, 4, 5],
+            speculators_config=SpeculatorsConfig(
+                algorithm="eagle3",
+                proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=3)],
+                default_proposal_method="greedy",
+                verifier=VerifierConfig(name_or_path=None, architectures=[]),
+            ),
+            **flags,
+        )
+        model = Eagle3DraftModel(config).eval()
+        model.load_state_dict(weights | extra | {"t2d": t2d}, strict=False)
+        for wanted in model.state_dict():
+            assert wanted in {**weights, **extra, "t2d": 0} or "verifier" in wanted, wanted
+        logits: list[Tensor] = []
+        model.lm_head.register_forward_hook(lambda module, inputs, output, to=logits: to.append(output[0]))
+        tokens, states = recorded["tokens"], recorded["states"]
+        model(states[None], tokens[None, 1:], torch.zeros(1, len(states), dtype=torch.long), ttt_steps=3)
+        tensors[name] = torch.stack(logits)[:, rows].transpose(0, 1)
+    save("eagle3_speculators", tensors, SPECULATORS)
+
+
 @torch.no_grad()
 def mtp() -> None:
     from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
@@ -218,4 +277,4 @@ def mtp() -> None:
 
 
 if __name__ == "__main__":
-    {"eagle": eagle, "mtp": mtp}[sys.argv[1]](*sys.argv[2:])
+    {"eagle": eagle, "speculators": speculators, "mtp": mtp}[sys.argv[1]](*sys.argv[2:])

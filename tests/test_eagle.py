@@ -53,6 +53,25 @@ def test_drafts_and_logits_are_those_of_eagle_s_own_code_after_scripted_rounds(t
         assert (numbers[:, others] == float("-inf")).all(), "ids that the head does not know"
 
 
+SPECULATORS, FLAGS = fixture("eagle3_speculators")
+
+
+@pytest.mark.parametrize("name", list(FLAGS))
+def test_logits_are_those_of_speculators_with_each_of_its_flags(tmp_path, name):
+    """Its later steps are told the text's own tokens, so ours are too."""
+    more = {name.removeprefix("weights."): w for name, w in SPECULATORS.items() if name.startswith("weights.")}
+    weights = {name.replace("midlayer.", "layers.0."): w for name, w in (WEIGHTS | more).items()}
+    fields = {"transformer_layer_config": CONFIG, "draft_vocab_size": 48, "eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
+    head = load_eagle(write_folder(tmp_path, fields | FLAGS[name], weights), TARGET)
+    assert head.taps == (1, 3, 4)
+    text = Told(head, TARGET, TOKENS, STATES)
+    for row, logits in zip(SPECULATORS["rows"].tolist(), SPECULATORS[name]):
+        text.tell(row + 2)
+        text.recorder.follow = TOKENS[row + 2 :]
+        _, numbers = text.propose(3)
+        torch.testing.assert_close(numbers[:, IDS], logits, atol=1e-5, rtol=1e-5)
+
+
 def test_a_prompt_longer_than_a_chunk_is_read_as_if_at_once(tmp_path):
     head = recorded_head(tmp_path, max_position_embeddings=2048)
     generator = torch.Generator().manual_seed(1)
@@ -144,7 +163,7 @@ def test_after_rounds_drafts_are_those_of_a_fresh_pass_over_litgpt_s_states(llm:
     model = llm.placed.model
     head = head_for(llm, tmp_path, draft_vocab_size=64)
     rng = random.Random(0)
-    recorder = Told(head, model, [1, 2], torch.zeros(1, 3 * 32))._recorder
+    recorder = Told(head, model, [1, 2], torch.zeros(1, 3 * 32)).recorder
     text = _Text(llm, head, [rng.randrange(256) for _ in range(20)], 400, recorder)
     for _ in range(12):
         proposal = text.propose(rng.randint(1, 7))

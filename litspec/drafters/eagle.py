@@ -162,8 +162,9 @@ class EagleSession:
         drafter = self._drafter
         if self._cache is None:
             self._cache = drafter.layers.make_cache(self._limit, width=drafter.max_k)
-        table = self._model.transformer.wte.weight if drafter.embedding is None else drafter.embedding
-        x = torch.cat((F.embedding(tokens, table), states), dim=-1)
+        own = drafter.embedding
+        embedded = self._model.transformer.wte(tokens) if own is None else F.embedding(tokens, own)
+        x = torch.cat((embedded, states), dim=-1)
         y = drafter.layers.run(0, x, input_pos, self._cache)
         return drafter.norm(y) if drafter.norm_output else y
 
