@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,18 @@ from torch import Tensor, nn
 from litspec.drafters.autoregressive import draft_tokens
 from litspec.drafters.base import Proposal
 from litspec.drafters.published import layer_config, litgpt_layer, number, read_config, read_weights, take
-from litspec.drafters.tapped import CHUNK, MAX_K, Layers, Told, head_logits, linear, load_layers, norm
+from litspec.drafters.tapped import (
+    CHUNK,
+    MAX_K,
+    Layers,
+    Pending,
+    embedding_of,
+    head_bytes,
+    head_logits,
+    linear,
+    load_layers,
+    norm,
+)
 from litspec.errors import InputError
 from litspec.model import GPT, KVCache
 from litspec.model.bound import bound
@@ -49,15 +60,21 @@ class EagleBlock(Block):
 
     def bind(self) -> None:
         super().bind()
-        self._norm_hidden = bound(self.norm_hidden) if hasattr(self, "norm_hidden") else None
+        if hasattr(self, "norm_hidden"):  # not yet where a plain block has just been made
+            self._embedding_norm = cast(Function, bound(self.norm_1))
+            self._state_norm = cast(Function, bound(self.norm_hidden))
+            self._attention = cast(Callable[..., Tensor], bound(self.attn))
+            self._mlp_norm, self._feed_forward = cast(Function, bound(self.norm_2)), cast(Function, bound(self.mlp))
 
     def forward(self, x: Tensor, step: Step, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Rows of embedding and state `(N, 2 * C)` to `(N, C)`."""
         embedding, state = x.chunk(2, dim=-1)
-        normed = self._norm_hidden(state)
+        normed = self._state_norm(state)
         residual = normed if self.norm_before_residual else state
-        y = residual + self._attn(torch.cat((self._norm_1(embedding), normed), dim=-1), step, k_cache, v_cache)
-        return y + self._mlp(self._norm_2(y))
+        y = residual + self._attention(
+            torch.cat((self._embedding_norm(embedding), normed), dim=-1), step, k_cache, v_cache
+        )
+        return y + self._feed_forward(self._mlp_norm(y))
 
 
 class Eagle:
@@ -123,22 +140,22 @@ class EagleSession:
         self._sampler = sampler
         self._limit = min(max_length, drafter.layers.config.block_size)
         self._cache: KVCache | None = None
-        self._told = Told()
+        self._pending = Pending()
         self._filled = 0  # rows whose keys and values stand for good
         self._last: Tensor | None = None  # (1, c), what the last of them gave
 
     @torch.inference_mode()
     def extend(self, tokens: Sequence[int], input_pos: int, hidden: Tensor | None = None) -> None:
-        self._told.add(list(tokens)[: max(0, self._limit - input_pos)], input_pos, hidden)
-        while len(self._told.tokens) >= CHUNK:
+        self._pending.add(list(tokens)[: max(0, self._limit - input_pos)], input_pos, hidden)
+        while len(self._pending.tokens) >= CHUNK:
             self._absorb(CHUNK)
-        self._told.keep()
+        self._pending.keep()
 
     @torch.inference_mode()
     def propose(self, token: int, input_pos: int, k: int) -> Proposal:
         k = min(k, self._drafter.max_k, self._limit - input_pos)
-        if self._told.tokens:
-            self._absorb(len(self._told.tokens))
+        if self._pending.tokens:
+            self._absorb(len(self._pending.tokens))
         if k < 1 or self._last is None:
             return Proposal(torch.empty(0, dtype=torch.int64, device=self._device))
         state = self._last
@@ -152,7 +169,7 @@ class EagleSession:
 
     def _absorb(self, size: int) -> None:
         """Runs rows whose states are the target's."""
-        tokens, hidden = self._told.take(size)
+        tokens, hidden = self._pending.take(size)
         states = self._drafter.project(hidden)
         self._last = self._run(torch.tensor(tokens, device=self._device), states, self._filled)[-1:]
         self._filled += size
@@ -163,7 +180,7 @@ class EagleSession:
         if self._cache is None:
             self._cache = drafter.layers.make_cache(self._limit, width=drafter.max_k)
         own = drafter.embedding
-        embedded = self._model.transformer.wte(tokens) if own is None else F.embedding(tokens, own)
+        embedded = embedding_of(self._model)(tokens) if own is None else F.embedding(tokens, own)
         x = torch.cat((embedded, states), dim=-1)
         y = drafter.layers.run(0, x, input_pos, self._cache)
         return drafter.norm(y) if drafter.norm_output else y
@@ -206,7 +223,7 @@ def load_eagle(folder: str | Path, target_model: GPT) -> Eagle:
         raise InputError(f"{str(folder)!r} holds no EAGLE-3 head: its layer has no 'hidden_norm.weight'.")
 
     target = target_model.config
-    like = target_model.transformer.wte.weight
+    like = embedding_of(target_model).weight
     hidden_size = number(config, "hidden_size", folder)
     taps = _taps(config, target.n_layer, folder)
     fc = take(weights, "fc.weight", folder)
@@ -226,10 +243,6 @@ def load_eagle(folder: str | Path, target_model: GPT) -> Eagle:
 
     eps = block.norm_eps
     head = weights.get("lm_head.weight")
-    if head is None:
-        head_bytes = sum(p.numel() * p.element_size() for p in target_model.lm_head.parameters())
-    else:
-        head_bytes = head.numel() * like.element_size()
     drafter = Eagle(
         layers,
         taps=taps,
@@ -239,7 +252,7 @@ def load_eagle(folder: str | Path, target_model: GPT) -> Eagle:
         target_ids=target_ids,
         embedding=embedding,
         norm_output=bool(config.get("norm_output", False)),
-        step_bytes=step_bytes + head_bytes,
+        step_bytes=step_bytes + (head_bytes(target_model) if head is None else head.numel() * like.element_size()),
     )
     if size < target.block_size:
         drafter.notes.append(
@@ -288,7 +301,7 @@ def _vocabulary(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The target's id of each logit of the head's own vocabulary, and an embedding that is not the target's."""
     target = target_model.config
-    like = target_model.transformer.wte.weight
+    like = embedding_of(target_model).weight
     vocab_size = number(config, "vocab_size", folder)
     if not target.vocab_size <= vocab_size <= target.padded_vocab_size:
         raise InputError(

@@ -22,7 +22,18 @@ from torch import Tensor
 from litspec.drafters.autoregressive import draft_tokens
 from litspec.drafters.base import Proposal
 from litspec.drafters.published import layer_config, litgpt_layer, read_config, read_weights, take
-from litspec.drafters.tapped import CHUNK, MAX_K, Layers, Told, head_logits, linear, load_layers, norm
+from litspec.drafters.tapped import (
+    CHUNK,
+    MAX_K,
+    Layers,
+    Pending,
+    embedding_of,
+    head_bytes,
+    head_logits,
+    linear,
+    load_layers,
+    norm,
+)
 from litspec.errors import InputError
 from litspec.model import GPT, KVCache
 from litspec.sampling import Position, Sampler
@@ -79,35 +90,34 @@ class MtpSession:
         self._sampler = sampler
         self._limit = min(max_length, drafter.layers.config.block_size)
         self._cache: KVCache | None = None
-        self._told = Told()
+        self._pending = Pending()
         count = len(drafter.ends)
         self._tokens: list[int] = []  # of each row of the first layer that was run
         self._filled = [0] * count  # rows of each layer that stand for good
-        like = drafter.layers.transformer.wte.weight
+        like = embedding_of(drafter.layers).weight
         # What the layer before gave in the rows that this one has not run for good.
         self._inputs = [like.new_empty(0, like.size(1)) for _ in range(count)]
         self._last: Tensor | None = None  # (1, C), what the first layer gave in its last row
 
     @torch.inference_mode()
     def extend(self, tokens: Sequence[int], input_pos: int, hidden: Tensor | None = None) -> None:
-        self._told.add(list(tokens)[: max(0, self._limit - input_pos)], input_pos, hidden)
-        while len(self._told.tokens) >= CHUNK:
+        self._pending.add(list(tokens)[: max(0, self._limit - input_pos)], input_pos, hidden)
+        while len(self._pending.tokens) >= CHUNK:
             self._absorb(CHUNK)
-        self._told.keep()
+        self._pending.keep()
 
     @torch.inference_mode()
     def propose(self, token: int, input_pos: int, k: int) -> Proposal:
         k = min(k, self._drafter.max_k, self._limit - input_pos)
-        if self._told.tokens:
-            self._absorb(len(self._told.tokens))
+        if self._pending.tokens:
+            self._absorb(len(self._pending.tokens))
         if k < 1 or self._last is None:
             return Proposal(torch.empty(0, dtype=torch.int64, device=self._device))
-        step = self._chain() if len(self._filled) == 1 else self._layer_by_layer()
+        step = self._chain(self._last) if len(self._filled) == 1 else self._layer_by_layer()
         return draft_tokens(self._sampler, head_logits(self._model, self._last), step, input_pos + 1, k)
 
-    def _chain(self) -> Callable[[Tensor, Position], Tensor]:
+    def _chain(self, state: Tensor) -> Callable[[Tensor, Position], Tensor]:
         """Steps of the only layer, each on what the one before gave."""
-        state = self._last
 
         def step(token: Tensor, position: Position) -> Tensor:
             nonlocal state
@@ -134,7 +144,7 @@ class MtpSession:
 
     def _absorb(self, size: int) -> None:
         """Runs rows whose states are the target's in the first layer, and in the others as far as tokens are there."""
-        tokens, states = self._told.take(size)
+        tokens, states = self._pending.take(size)
         self._tokens += tokens
         rows = self._filled[0] + size
         for i in range(len(self._filled)):
@@ -157,7 +167,7 @@ class MtpSession:
         if self._cache is None:
             self._cache = drafter.layers.make_cache(self._limit, width=drafter.max_k)
         ends = drafter.ends[layer]
-        parts = [ends.norm_embedding(self._model.transformer.wte(tokens)), ends.norm_hidden(states)]
+        parts = [ends.norm_embedding(embedding_of(self._model)(tokens)), ends.norm_hidden(states)]
         x = ends.project(torch.cat(parts[::-1] if drafter.hidden_first else parts, dim=-1))
         return ends.norm_output(drafter.layers.run(layer, x, input_pos, self._cache))
 
@@ -211,7 +221,7 @@ def load_mtp(folder: str | Path, target_model: GPT, *, post_norm: bool = True) -
     config = read_config(folder)
     config |= config.get("text_config", {})
     target = target_model.config
-    like = target_model.transformer.wte.weight
+    like = embedding_of(target_model).weight
     n_layer = config.get("num_hidden_layers", target.n_layer)
     _check_target(config, n_layer, target_model, folder)
     weights = read_weights(folder, lambda name: _is_mtp(name, n_layer))
@@ -220,7 +230,8 @@ def load_mtp(folder: str | Path, target_model: GPT, *, post_norm: bool = True) -
         parts = [{name: 1 + w if "norm" in name else w for name, w in part.items()} for part in parts]
 
     eps = config.get("rms_norm_eps", 1e-6)
-    ends, named = [], {}
+    ends: list[Ends] = []
+    named: dict[str, Tensor] = {}
     for i, part in enumerate(parts):
         names = (naming.norm_embedding, naming.norm_hidden, naming.project, naming.norm_output)
         embedding, hidden, project, output = (take(part, f"{name}.weight", folder) for name in names)
@@ -238,14 +249,13 @@ def load_mtp(folder: str | Path, target_model: GPT, *, post_norm: bool = True) -
     for i, part in enumerate(parts):
         named |= {f"transformer.h.{i}.{name}": weight for name, weight in litgpt_layer(part, folder).items()}
     layers, size = load_layers(lambda: Layers(block), named, folder, like)
-    head = sum(p.numel() * p.element_size() for p in target_model.lm_head.parameters())
     projection = 2 * target.n_embd**2 * like.element_size()
     return Mtp(
         layers,
         ends,
         tap=-1 if post_norm else target.n_layer - 1,
         hidden_first=naming.hidden_first or bool(config.get("mtp_hidden_states_first", False)),
-        step_bytes=size // len(parts) + projection + head,
+        step_bytes=size // len(parts) + projection + head_bytes(target_model),
     )
 
 

@@ -94,11 +94,12 @@ class SuffixTree:
 
     def find(self, tokens: Iterable[int]) -> int | None:
         """The node of a run of tokens; None where it never occurred."""
-        node: int | None = 0
+        node = 0
         for token in tokens:
-            node = self._children.get(node << 32 | token)
-            if node is None:
+            child = self._children.get(node << 32 | token)
+            if child is None:
                 return None
+            node = child
         return node
 
     def search(self, tail: Sequence[int], k: int, factor: float, offset: float, min_prob: float) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from litgpt.config import Config
@@ -38,7 +39,8 @@ class Layers(GPT):
         """Rows `x` through one layer, whose keys and values are written at `input_pos` and behind it: `(N, C)`."""
         size = x.size(0)
         step = self._step(cache, cache.slots[input_pos : input_pos + 1], size, cache.bucket(input_pos + size))
-        return self._blocks[layer](x, step, cache.k[layer], cache.v[layer])
+        block = cast(Callable[..., Tensor], self._blocks[layer])
+        return block(x, step, cache.k[layer], cache.v[layer])
 
 
 def load_layers(
@@ -89,14 +91,24 @@ def norm(weight: Tensor, eps: float, like: Tensor) -> RMSNormFunction:
     return RMSNormFunction(weight.to(like.device, like.dtype), eps)
 
 
+def embedding_of(model: GPT) -> nn.Embedding:
+    """A model's embedding, raw: without a factor that the model itself may put on it."""
+    return cast(nn.Embedding, model.transformer["wte"])
+
+
+def head_bytes(model: GPT) -> int:
+    """Bytes of a model's head."""
+    return sum(p.numel() * p.element_size() for p in model.lm_head.parameters())
+
+
 def head_logits(model: GPT, x: Tensor) -> Tensor:
-    """The target's head on rows that were normed already: `(N, V)`."""
-    logits = model.lm_head(x)
+    """A model's head on rows that were normed already: `(N, V)`."""
+    logits: Tensor = model.lm_head(x)
     cap = model.config.final_logit_softcapping
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
-class Told:
+class Pending:
     """Tokens and states that a session was told and has not run yet.
 
     Row p pairs the state at position p with the token behind it, so the text's first token makes no row.
