@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoints import lively_weights, tiny_config, write_checkpoint
 from heads import Told, bare_target, fixture, random_eagle, write_folder
+from host_reads import HostReads
 from torch import Tensor
 
 from litspec import SpecLLM
@@ -84,6 +85,16 @@ def test_a_prompt_longer_than_a_chunk_is_read_as_if_at_once(tmp_path):
         results.append(text.propose(7))
     for drafts, logits in results[1:]:
         assert drafts == results[0][0] and torch.equal(logits, results[0][1]), "cut in the same places"
+
+
+def test_proposing_reads_nothing_to_the_host(tmp_path):
+    text = Told(recorded_head(tmp_path), TARGET, TOKENS, STATES)
+    text.tell(9)
+    with torch.inference_mode(), HostReads() as reads:
+        text.session.propose(0, text.known - 1, 4)
+        text.tell(12)
+        text.session.propose(0, text.known - 1, 4)
+    assert reads.seen == []
 
 
 def test_a_text_of_one_token_is_drafted_for_once_it_has_a_second(tmp_path):

@@ -13,10 +13,13 @@ import pytest
 import torch
 from checkpoints import lively_weights, tiny_config, write_checkpoint
 from heads import Told, bare_target, fixture, random_mtp, write_folder
+from host_reads import HostReads
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from litspec import SpecLLM
+from litspec.__main__ import main
 from litspec.drafters.mtp import Mtp, MtpSession, load_mtp
 from litspec.errors import InputError
 from litspec.model import GPT
@@ -136,6 +139,40 @@ def test_layers_are_found_among_the_target_s_own_and_only_their_files_are_read(t
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     plain = write_folder(tmp_path / "plain", config, weights)
     assert drafts(folder)[0] == drafts(plain)[0]
+
+
+def test_the_command_writes_layers_to_a_folder_that_drafts_alike(tmp_path, capsys):
+    config, weights = dense(2)
+    own = {"model.layers.1.mlp.up_proj.weight": torch.zeros(2), "lm_head.weight": torch.zeros(2)}
+    source = write_folder(
+        tmp_path / "hf", config, weights | own | {"model.layers.2.embed_tokens.weight": torch.zeros(2)}
+    )
+    flags = ["extract_mtp", "--checkpoint_dir", str(source), "--out_dir", str(tmp_path / "out")]
+    with pytest.raises(SystemExit) as exit_:
+        main(flags)
+    assert exit_.value.code == 0 and f"{len(weights)} tensors" in capsys.readouterr().err
+    with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as content:
+        assert set(content.keys()) == set(weights)
+    assert drafts(tmp_path / "out")[0] == drafts(source)[0]
+    with pytest.raises(SystemExit) as exit_:
+        main(flags)
+    assert exit_.value.code == 2 and "holds weights already (model.safetensors)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_proposing_reads_nothing_to_the_host(tmp_path, count):
+    text = Told(
+        load_mtp(write_folder(tmp_path, *dense(count)), TARGET),
+        TARGET,
+        RECORDED["layers.tokens"].tolist(),
+        RECORDED["layers.states"],
+    )
+    text.tell(9)
+    with torch.inference_mode(), HostReads() as reads:
+        text.session.propose(0, text.known - 1, 3)
+        text.tell(12)
+        text.session.propose(0, text.known - 1, 3)
+    assert reads.seen == []
 
 
 def test_the_state_before_the_final_norm_may_be_chosen(tmp_path):

@@ -11,17 +11,19 @@ with the committed tokens. A single layer is used k times instead, on its own no
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from litspec.drafters.autoregressive import draft_tokens
 from litspec.drafters.base import Proposal
-from litspec.drafters.published import layer_config, litgpt_layer, read_config, read_weights, take
+from litspec.drafters.published import SAFETENSORS, layer_config, litgpt_layer, number, read_config, read_weights, take
 from litspec.drafters.tapped import (
     CHUNK,
     MAX_K,
@@ -257,6 +259,32 @@ def load_mtp(folder: str | Path, target_model: GPT, *, post_norm: bool = True) -
         hidden_first=naming.hidden_first or bool(config.get("mtp_hidden_states_first", False)),
         step_bytes=size // len(parts) + projection + head_bytes(target_model),
     )
+
+
+def extract_mtp_layers(source: str | Path, out: str | Path) -> int:
+    """Writes the MTP layers of a Hugging Face checkpoint to a folder of their own, which `load_mtp` reads as well.
+
+    Args:
+        source: With `config.json` and safetensors.
+        out: The folder to write; it is made.
+
+    Returns:
+        How many tensors were written.
+
+    Raises:
+        InputError: For a folder without MTP layers, or one to write that holds weights already.
+    """
+    source, out = Path(source), Path(out)
+    config = read_config(source)
+    n_layer = number(config | config.get("text_config", {}), "num_hidden_layers", source)
+    if taken := [*out.glob("*.safetensors"), *out.glob("*.pth")]:
+        raise InputError(f"{str(out)!r} holds weights already ({taken[0].name}); name a folder of its own.")
+    weights = read_weights(source, lambda name: _is_mtp(name, n_layer) and not name.endswith(_COPIES))
+    _split(weights, n_layer, source)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, out / SAFETENSORS)
+    return len(weights)
 
 
 def _check_target(config: Mapping[str, Any], n_layer: int, target_model: GPT, folder: Path) -> None:

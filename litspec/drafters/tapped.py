@@ -138,5 +138,6 @@ class Pending:
         return tokens, hidden[:size]
 
     def keep(self) -> None:
-        """Copies what is left: the tensor that it came in may be written over, and is larger."""
-        self._hidden = [hidden.clone() for hidden in self._hidden]
+        """Copies what is left of the states that came last: their tensor may be written over, and is larger."""
+        if self._hidden:
+            self._hidden[-1] = self._hidden[-1].clone()
