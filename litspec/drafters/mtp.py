@@ -245,8 +245,6 @@ def load_mtp(folder: str | Path, target_model: GPT, *, post_norm: bool = True) -
         ends.append(
             Ends(norm(embedding, eps, like), norm(hidden, eps, like), linear(project, like), norm(output, eps, like))
         )
-        for name in _COPIES:
-            part.pop(name, None)
     block = layer_config(config, parts[0], folder, n_layer=len(parts), block_size=target.block_size)
     for i, part in enumerate(parts):
         named |= {f"transformer.h.{i}.{name}": weight for name, weight in litgpt_layer(part, folder).items()}
@@ -279,7 +277,7 @@ def extract_mtp_layers(source: str | Path, out: str | Path) -> int:
     n_layer = number(config | config.get("text_config", {}), "num_hidden_layers", source)
     if taken := [*out.glob("*.safetensors"), *out.glob("*.pth")]:
         raise InputError(f"{str(out)!r} holds weights already ({taken[0].name}); name a folder of its own.")
-    weights = read_weights(source, lambda name: _is_mtp(name, n_layer) and not name.endswith(_COPIES))
+    weights = read_weights(source, lambda name: _is_mtp(name, n_layer))
     _split(weights, n_layer, source)
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
@@ -317,8 +315,8 @@ def _layer_of(name: str, n_layer: int) -> tuple[str, int, str] | None:
 
 
 def _is_mtp(name: str, n_layer: int) -> bool:
-    # Behind "mtp." stands also what all of Qwen's layers share.
-    return name.startswith("mtp.") or _layer_of(name, n_layer) is not None
+    """Whether a weight is to be read: one of an MTP layer, or of what all of Qwen's share, and no copy."""
+    return not name.endswith(_COPIES) and (name.startswith("mtp.") or _layer_of(name, n_layer) is not None)
 
 
 def _split(weights: Mapping[str, Tensor], n_layer: int, folder: Path) -> tuple[_Naming, list[dict[str, Tensor]]]:
