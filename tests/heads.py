@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from litspec import SpecLLM
 from litspec.drafters import Drafter
 from litspec.model import GPT
 
@@ -116,6 +117,31 @@ class Told:
         self.recorder.logits.clear()
         proposal = self.session.propose(self.tokens[self.known - 1], self.known - 1, k)
         return proposal.tokens.tolist(), torch.stack(self.recorder.logits)
+
+
+def proposals_of(llm: SpecLLM, drafter: Drafter, prompts: Sequence[str]) -> list[list[list[int]]]:
+    """What a drafter proposes in the rounds of greedy texts, one after the other with the same loaded target."""
+    drafted = llm.with_drafter(drafter)
+    begin, found = drafter.begin, []
+
+    def watched(*args: Any) -> Any:
+        session = begin(*args)
+        propose = session.propose
+
+        def kept(*args: Any) -> Any:
+            proposal = propose(*args)
+            found[-1].append(proposal.tokens.tolist())
+            return proposal
+
+        session.propose = kept
+        return session
+
+    drafter.begin = watched
+    for prompt in prompts:
+        found.append([])
+        drafted.generate(prompt, max_new_tokens=12, temperature=0.0, speculative_k=5)
+    drafter.begin = begin
+    return found
 
 
 def random_eagle(

@@ -11,7 +11,7 @@ import litgpt.model
 import pytest
 import torch
 from checkpoints import lively_weights, tiny_config, write_checkpoint
-from heads import Told, bare_target, fixture, random_eagle, write_folder
+from heads import Told, bare_target, fixture, proposals_of, random_eagle, write_folder
 from host_reads import HostReads
 from torch import Tensor
 
@@ -222,32 +222,9 @@ def test_a_head_that_keeps_what_its_chain_computed_for_accepted_tokens_is_caught
 
 def test_a_prompt_that_the_target_knows_already_is_drafted_for_as_the_first_time(llm: SpecLLM, tmp_path: Path) -> None:
     head = head_for(llm, tmp_path)
-    proposals: list[list[int]] = []
-    begin = head.begin
-
-    def watched(*args: Any) -> EagleSession:
-        session = begin(*args)
-        propose = session.propose
-
-        def kept(*args: Any) -> Proposal:
-            proposal = propose(*args)
-            proposals.append(proposal.tokens.tolist())
-            return proposal
-
-        session.propose = kept
-        return session
-
-    head.begin = watched
-    drafted = llm.with_drafter(head)
-    settings = {"max_new_tokens": 12, "temperature": 0.0, "speculative_k": 5}
-    runs = []
-    for prompt in ("a" * 600, "a" * 600, "a" * 600 + "b"):
-        proposals.clear()
-        runs.append((drafted.generate(prompt, **settings).token_ids, list(proposals)))
-    assert runs[0] == runs[1] and len(runs[0][1]) > 1
-    proposals.clear()
-    alone = llm.with_drafter(head)
-    assert (alone.generate("a" * 600 + "b", **settings).token_ids, proposals) == runs[2]
+    first, again, longer = proposals_of(llm, head, ["a" * 600, "a" * 600, "a" * 600 + "b"])
+    assert first == again and len(first) > 1
+    assert proposals_of(llm, head, ["a" * 600 + "b"]) == [longer]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])

@@ -12,7 +12,7 @@ import litgpt.model
 import pytest
 import torch
 from checkpoints import lively_weights, tiny_config, write_checkpoint
-from heads import Told, bare_target, fixture, random_mtp, write_folder
+from heads import Told, bare_target, fixture, proposals_of, random_mtp, write_folder
 from host_reads import HostReads
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -265,6 +265,13 @@ def test_after_rounds_drafts_are_those_of_a_fresh_pass_over_litgpt_s_states(llm,
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_layers_keep_a_drafter_s_promises(llm: SpecLLM, tmp_path: Path, count: int) -> None:
     check_drafter(layers_for(llm, tmp_path, count), llm, rounds=5, draws=1024 if count == 3 else 0)
+
+
+def test_a_prompt_that_the_target_knows_already_is_drafted_for_as_the_first_time(llm: SpecLLM, tmp_path: Path) -> None:
+    layers = layers_for(llm, tmp_path, 3)
+    first, again, longer = proposals_of(llm, layers, ["a" * 600, "a" * 600, "a" * 600 + "b"])
+    assert first == again and len(first) > 1
+    assert proposals_of(llm, layers, ["a" * 600 + "b"]) == [longer]
 
 
 def test_later_layers_that_keep_rows_of_refused_drafts_are_caught(llm: SpecLLM, tmp_path: Path) -> None:
