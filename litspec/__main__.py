@@ -13,13 +13,19 @@ from jsonargparse import ArgumentParser, set_parsing_settings
 
 from litspec import __version__
 from litspec.commands.bench import bench
+from litspec.commands.extract_mtp import extract_mtp
 from litspec.commands.generate import generate
 from litspec.commands.verify import verify
 from litspec.errors import InputError
 from litspec.flags import HelpFormatter, add_flags, joined
 from litspec.lifeline import check_environment
 
-COMMANDS: dict[str, Callable[..., int]] = {"generate": generate, "verify": verify, "bench": bench}
+COMMANDS: dict[str, Callable[..., int]] = {
+    "generate": generate,
+    "verify": verify,
+    "bench": bench,
+    "extract_mtp": extract_mtp,
+}
 
 
 class Parser(ArgumentParser):

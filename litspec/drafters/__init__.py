@@ -1,4 +1,4 @@
-"""Who proposes: a draft model, the text itself, the target's own first layers, or an object of the caller's."""
+"""Who proposes: a draft model, this text and earlier ones, the target's own layers, or an object of the caller's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from litspec.drafters.draft_model import DraftModel
 from litspec.drafters.early_exit import EarlyExit
 from litspec.drafters.prompt_lookup import PromptLookup
 from litspec.drafters.speculative_k import AdaptiveK, FixedK, SpeculativeK
+from litspec.drafters.suffix import Suffix
 from litspec.errors import InputError
 from litspec.types import DrafterName
 
@@ -33,6 +34,7 @@ __all__ = [
     "PromptLookup",
     "Proposal",
     "SpeculativeK",
+    "Suffix",
     "make_drafter",
 ]
 
@@ -79,6 +81,9 @@ def make_drafter(
     def prompt_lookup() -> Drafter:
         return PromptLookup(max_k, max_ngram=max_ngram, min_ngram=min_ngram)
 
+    def suffix() -> Drafter:
+        return Suffix(max_k)
+
     def early_exit() -> Drafter:
         return EarlyExit(placed.model, max_k=max_k, exit_layer=exit_layer)
 
@@ -105,6 +110,7 @@ def make_drafter(
         "draft_model": draft_model,
         "prompt_lookup": prompt_lookup,
         "lookup_then_model": lookup_then_model,
+        "suffix": suffix,
         "early_exit": early_exit,
         "none": none,
     }
