@@ -72,10 +72,9 @@ class LoadConfig:
         metadata=_about(
             "proposals",
             "Who proposes: draft_model (a smaller model), prompt_lookup (the text itself), lookup_then_model (the text "
-            "where its last tokens occurred before, else the model), suffix (this text and earlier outputs of the loaded "
-            "pair), early_exit (the target's own first layers), none, "
-            "or in Python an object of the protocol in `litspec.drafters`. auto is the draft model where there is one, "
-            "else prompt_lookup.",
+            "where its last tokens occurred before, else the model), suffix (this text and earlier outputs of the "
+            "loaded pair), early_exit (the target's own first layers), none, or in Python an object of the protocol in "
+            "`litspec.drafters`. auto is what draft_dir holds where it is given, else prompt_lookup.",
             flag=DrafterName,
         ),
     )

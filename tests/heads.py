@@ -17,6 +17,7 @@ from torch import Tensor
 from litspec import SpecLLM
 from litspec.drafters import Drafter
 from litspec.model import GPT
+from litspec.sampling import Greedy, Inputs, Sampling
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -74,14 +75,15 @@ def bare_target(
     return model
 
 
-class Recorder:
-    """A greedy sampler that keeps the logits it was shown, and may be told what to choose."""
+class Recorder(Greedy):
+    """Keeps the logits it was shown, and may be told what to choose."""
 
     def __init__(self) -> None:
+        super().__init__(Sampling(temperature=0))
         self.logits: list[Tensor] = []
         self.follow: Sequence[int] = ()
 
-    def draw(self, logits: Tensor, position: int, inputs: object = None) -> tuple[Tensor, None]:
+    def draw(self, logits: Tensor, position: int | Inputs) -> tuple[Tensor, None]:
         told = self.follow[len(self.logits) : len(self.logits) + 1]
         self.logits.append(logits[0].clone())
         return torch.tensor(told) if told else logits.max(-1).indices, None
@@ -100,7 +102,7 @@ class Told:
         self._states = torch.cat((torch.zeros_like(states[:1]), states))
         self.recorder = Recorder()
         target = SimpleNamespace(model=model, config=model.config, device=torch.device("cpu"), stop_ids=())
-        self.session = drafter.begin(target, length, self.recorder)
+        self.session = drafter.start(target, length, self.recorder)
         self.known = 0
 
     def tell(self, known: int, chunk: int | None = None) -> None:
@@ -108,7 +110,7 @@ class Told:
         while self.known < known:
             end = min(known, self.known + (chunk or known))
             states = self._states[self.known : end].clone()
-            self.session.extend(self.tokens[self.known : end], self.known, states)
+            self.session.commit(self.tokens[self.known : end], self.known, states)
             states.fill_(float("nan"))  # what was handed over may be written over afterwards
             self.known = end
 
@@ -122,10 +124,10 @@ class Told:
 def proposals_of(llm: SpecLLM, drafter: Drafter, prompts: Sequence[str]) -> list[list[list[int]]]:
     """What a drafter proposes in the rounds of greedy texts, one after the other with the same loaded target."""
     drafted = llm.with_drafter(drafter)
-    begin, found = drafter.begin, []
+    start, found = drafter.start, []
 
     def watched(*args: Any) -> Any:
-        session = begin(*args)
+        session = start(*args)
         propose = session.propose
 
         def kept(*args: Any) -> Any:
@@ -136,11 +138,11 @@ def proposals_of(llm: SpecLLM, drafter: Drafter, prompts: Sequence[str]) -> list
         session.propose = kept
         return session
 
-    drafter.begin = watched
+    drafter.start = watched
     for prompt in prompts:
         found.append([])
         drafted.generate(prompt, max_new_tokens=12, temperature=0.0, speculative_k=5)
-    drafter.begin = begin
+    drafter.start = start
     return found
 
 

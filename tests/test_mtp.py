@@ -130,12 +130,14 @@ def test_layers_are_found_among_the_target_s_own_and_only_their_files_are_read(t
     folder = write_folder(tmp_path, config, {"unused": torch.zeros(1)})
     (folder / "model.safetensors").unlink()
     own = {"model.layers.1.mlp.up_proj.weight": torch.zeros(2), "model.embed_tokens.weight": torch.zeros(2)}
+    (folder / "a.safetensors").write_bytes(b"damaged")
     copies = {
         "model.layers.2.shared_head.head.weight": torch.zeros(2),
         "model.layers.3.embed_tokens.weight": torch.zeros(2),
     }
     save_file(weights | own | copies, folder / "b.safetensors")
-    places = {name: "b.safetensors" for name in (weights | own | copies)} | {"model.layers.0.x": "missing.safetensors"}
+    places = {name: "b.safetensors" for name in (weights | own | copies)}
+    places |= {"model.layers.0.x": "missing.safetensors", "model.layers.0.y": "a.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     plain = write_folder(tmp_path / "plain", config, weights)
     assert drafts(folder)[0] == drafts(plain)[0]
@@ -194,6 +196,13 @@ def mla(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         ({"vocab_size": 500}, dict, "vocabulary of 500 ids, the target has 97"),
         ({}, lambda w: {"model.norm.weight": torch.zeros(2)}, r"no MTP layers; .*'model\.layers\.2\.eh_proj"),
         ({}, mla, "kv_a_proj_with_mqa"),
+        (
+            {"layer_types": [*["full_attention"] * 2, "sliding_attention"], "sliding_window": 8},
+            dict,
+            "sliding_window 8",
+        ),
+        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}, dict, "window 8"),
+        ({"text_config": "x"}, dict, "text_config as an object, got 'x'"),
         ({}, lambda w: {n.replace("layers.2", "layers.3"): x for n, x in w.items()}, r"has the numbers \[1\]"),
         ({}, lambda w: w | {"model.layers.2.eh_proj.weight": torch.zeros(16, 16)}, r"\(16, 16\); .* need \(16, 32\)"),
         ({}, lambda w: {n: x for n, x in w.items() if "hnorm" not in n}, r"lack 'hnorm\.weight'"),
@@ -303,7 +312,7 @@ def test_later_layers_that_keep_rows_of_refused_drafts_are_caught(llm: SpecLLM, 
             return result
 
     layers = layers_for(llm, tmp_path, 3, std=0.6)  # so that attention weighs
-    layers.begin = lambda *args: Stale(layers, *args)
+    layers.start = lambda *args: Stale(layers, *args)
     with pytest.raises(AssertionError, match="Rollback"):
         check_drafter(layers, llm, rounds=8, draws=0)
 

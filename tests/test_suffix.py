@@ -25,7 +25,7 @@ REJECTION = Sampling()
 
 
 def begin(drafter: Drafter, sampling: Sampling = GREEDY, stop_ids: tuple[int, ...] = ()) -> SuffixSession:
-    return drafter.begin(SimpleNamespace(stop_ids=stop_ids), 1000, make_sampler(sampling, seed=0))
+    return drafter.start(SimpleNamespace(stop_ids=stop_ids), 1000, make_sampler(sampling, seed=0))
 
 
 def propose(session: SuffixSession, text: Sequence[int], k: int = 7) -> list[int]:
@@ -40,9 +40,9 @@ def remembering(outputs: Sequence[Sequence[int]], **settings: float) -> Suffix:
 
 
 def tell(session: SuffixSession, prompt: Sequence[int], output: Sequence[int]) -> SuffixSession:
-    session.extend(prompt, 0)
+    session.commit(prompt, 0)
     for i, token in enumerate(output):
-        session.extend([token], len(prompt) + i)
+        session.commit([token], len(prompt) + i)
     return session
 
 
@@ -133,7 +133,7 @@ def test_finds_what_a_brute_force_count_finds(earlier, prompt, rounds, k, sampli
     session = begin(drafter, sampling, stop_ids)
     text: list[int] = []
     for block in [prompt, *rounds]:
-        session.extend(block, len(text))
+        session.commit(block, len(text))
         text += block
     tokens, score, match = expected(text, [text], k, drafter.depth, goes_on=True)
     if sampling is not REJECTION:
@@ -222,11 +222,11 @@ def test_many_threads_may_draft_and_end_texts_at_once():
     def work(output: list[int]) -> None:
         for _ in range(10):
             session = begin(drafter)
-            session.extend([0], 0)
+            session.commit([0], 0)
             for j, token in enumerate(output):
-                session.extend([token], j + 1)
+                session.commit([token], j + 1)
                 proposed = propose(session, [0, *output[: j + 1]])
-                wrong.extend([proposed] if any(not 0 <= token < 50 for token in proposed) else [])
+                wrong.commit([proposed] if any(not 0 <= token < 50 for token in proposed) else [])
             session.close()
 
     threads = [threading.Thread(target=work, args=(output,)) for output in outputs]
@@ -282,8 +282,8 @@ def tokens_per_round(drafter: Drafter, texts: Sequence[tuple[str, str]], k: int 
     for prompt, output in texts:
         tokens, n = list((prompt + output).encode()), len(prompt.encode())
         session = begin(drafter)
-        session.extend(tokens[:n], 0)
-        session.extend(tokens[n : n + 1], n)
+        session.commit(tokens[:n], 0)
+        session.commit(tokens[n : n + 1], n)
         n += 1
         first, rounds = n, 0
         while n < len(tokens):
@@ -291,11 +291,10 @@ def tokens_per_round(drafter: Drafter, texts: Sequence[tuple[str, str]], k: int 
             right = 0
             while right < len(proposal) and proposal[right] == tokens[n + right]:
                 right += 1
-            session.extend(tokens[n : n + right + 1], n)
+            session.commit(tokens[n : n + right + 1], n)
             n += right + 1
             rounds += 1
-        if hasattr(session, "close"):
-            session.close()
+        session.close()
         result.append((len(tokens) - first) / rounds)
     return result
 

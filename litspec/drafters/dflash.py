@@ -11,15 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from litspec.drafters.base import Proposal
+from litspec.drafters.base import Cost, Drafter, DraftSession, Proposal
+from litspec.drafters.tapped import joined
 from litspec.errors import InputError
 from litspec.model.dflash import DFlashConfig, DFlashNetwork, Join, Rope
-from litspec.sampling import Distribution, Sampler, concatenate
+from litspec.sampling import Distribution, Sampler
 
 if TYPE_CHECKING:
     from litgpt import Config
 
-    from litspec.rounds import TargetSession
+    from litspec.engine.target import TargetSession
 
 # Rows of context that are read at once; of a long prompt no more than their states are then held beside the keys.
 CONTEXT_CHUNK = 512
@@ -60,7 +61,7 @@ def check_fit(config: DFlashConfig, target: Config, what: str = "The DFlash draf
         )
 
 
-class DFlash:
+class DFlash(Drafter):
     """Drafts a whole block in one forward, see `drafters.Drafter`.
 
     Each position has a softmax of its own, so a proposal is a draw from known distributions. Version 2 draws from left
@@ -73,17 +74,24 @@ class DFlash:
     def __init__(self, network: DFlashNetwork) -> None:
         self.network = network.eval().requires_grad_(False)
         self.config = network.config
-        self.taps: tuple[int, ...] = self.config.taps
+        self.taps = self.config.taps
         self.max_k = self.config.max_k
-        # One forward and one product with the head serve all proposals of a round.
         head = 0 if network.lm_head is not None else self.config.n_embd * self.config.vocab_size
         sizes = sum(p.numel() for p in network.parameters()) + head
-        self.step_bytes = sizes * network.fc.weight.element_size() // self.max_k
+        self._weight_bytes = sizes * network.fc.weight.element_size()
         self._copies: dict[tuple[torch.device, torch.dtype], DFlashNetwork] = {}
         self._rope: dict[DFlashNetwork, Rope] = {}
         self._lock = threading.Lock()
 
-    def begin(self, target: TargetSession, max_length: int, sampler: Sampler) -> DFlashSession:
+    @property
+    def name(self) -> str:
+        return "dflash"
+
+    def cost(self, k: int) -> Cost:
+        """One forward and one product with the head serve all proposals of a round."""
+        return Cost(self._weight_bytes, self.config.n_layer) if k > 0 else Cost(0, 0)
+
+    def start(self, target: TargetSession, max_length: int, sampler: Sampler) -> DFlashSession:
         """Opens a session, see `drafters.Drafter`.
 
         Raises:
@@ -111,7 +119,7 @@ class DFlash:
             return self._rope[network]
 
 
-class DFlashSession:
+class DFlashSession(DraftSession):
     """One text, see `drafters.DraftSession`.
 
     Keys and values of committed positions stand in order; those of a block stand behind them while it runs, and what is
@@ -137,19 +145,19 @@ class DFlashSession:
         self._widest = 0 if None in config.windows else max(window or 0 for window in config.windows)
 
     @torch.inference_mode()
-    def extend(self, tokens: Sequence[int], input_pos: int, hidden: Tensor | None = None) -> None:
+    def commit(self, tokens: Sequence[int], input_pos: int, hidden: Tensor | None = None) -> None:
         """Reads the states before some committed tokens.
 
         Raises:
             ValueError: States of an earlier position are missing; without them every later draft would be wrong.
         """
         if hidden is None:
-            raise ValueError("extend was given no states; a DFlash session needs what its taps saw.")
+            raise ValueError("commit was given no states; a DFlash session needs what its taps saw.")
         # Row j is the state at the position before that of tokens[j]; before position 0 there is none.
         states, start = (hidden[1:], 0) if input_pos == 0 else (hidden, input_pos - 1)
         if start != self._known:
             raise ValueError(
-                f"extend was given the target's states from position {start} on, but the next one is {self._known}; "
+                f"commit was given the target's states from position {start} on, but the next one is {self._known}; "
                 "a DFlash session must be told every committed position once, in order."
             )
         for chunk in states.split(CONTEXT_CHUNK):
@@ -167,7 +175,7 @@ class DFlashSession:
         """Runs the whole block, whatever k, since its rows see each other; then cuts it.
 
         Raises:
-            ValueError: Positions before `token` were not told by `extend`.
+            ValueError: Positions before `token` were not told by `commit`.
         """
         k = min(k, self._config.max_k)
         first = self._mask_ids.new_full((1,), token)
@@ -179,9 +187,8 @@ class DFlashSession:
         logits = self._logits(rows)
         if self._network.candidate_selector is not None:
             return self._select(rows, logits, first, input_pos + 1)
-        drawn = [self._sampler.draw(logits[j : j + 1], input_pos + 1 + j) for j in range(k)]
-        q = [row for _, row in drawn if row is not None]
-        return Proposal(torch.cat([one for one, _ in drawn]), concatenate(q) if q else None)
+        inputs = self._sampler.inputs(logits.device, input_pos + 1, k)
+        return joined([self._sampler.draw(logits[j : j + 1], inputs.row(j)) for j in range(k)])
 
     def logits(self, token: int, input_pos: int) -> Tensor:
         """What a block's proposals are drawn from before version 2 selects: (max_k, V) over the target's ids."""
@@ -195,7 +202,7 @@ class DFlashSession:
         if input_pos != self._known:
             raise ValueError(
                 f"a DFlash session that was told {self._known} positions cannot draft behind position {input_pos}; "
-                "extend must come first."
+                "commit must come first."
             )
         ids = torch.cat((first, self._mask_ids))
         x = F.embedding(ids, self._wte)
@@ -237,17 +244,18 @@ class DFlashSession:
         """Draws from left to right among the likeliest ids of each position."""
         selector = self._network.candidate_selector
         assert selector is not None
+        inputs = self._sampler.inputs(logits.device, position, rows.size(0))
         # Ids that must not come yet would take the places of others.
-        scores, candidates = self._sampler.ban(logits, position).float().topk(min(selector.top_k, logits.size(1)))
+        scores, candidates = self._sampler.ban(logits, inputs).float().topk(min(selector.top_k, logits.size(1)))
         rows = selector.hidden_projection(rows)
         nowhere = torch.full_like(logits[:1], -torch.inf, dtype=torch.float32)
-        tokens, q = [], []
+        drawn: list[tuple[Tensor, Distribution | None]] = []
         for j in range(rows.size(0)):
             ids = candidates[j : j + 1]
             edges = selector(rows[j : j + 1], before, ids).float()
-            before, distribution = self._sampler.draw(nowhere.scatter(1, ids, scores[j : j + 1] + edges), position + j)
-            tokens.append(before)
-            if distribution is not None:
-                at = Distribution(scores[j : j + 1], ids)
-                q.append(Distribution(distribution.at(at), ids))
-        return Proposal(torch.cat(tokens), concatenate(q) if q else None)
+            total = nowhere.scatter(1, ids, scores[j : j + 1] + edges)
+            before, q = self._sampler.draw(total, inputs.row(j))
+            if q is not None:
+                q = Distribution(q.at(Distribution(scores[j : j + 1], ids)), ids)
+            drawn.append((before, q))
+        return joined(drawn)

@@ -18,14 +18,15 @@ import torch.nn.functional as F
 from litgpt.config import Config
 from torch import Tensor, nn
 
-from litspec.drafters.autoregressive import draft_tokens
-from litspec.drafters.base import Proposal
-from litspec.drafters.published import layer_config, litgpt_layer, number, read_config, read_weights, take
+from litspec.drafters.base import Cost, Drafter, DraftSession, Proposal
+from litspec.drafters.folders import open_published
+from litspec.drafters.hf_layers import layer_config, litgpt_layer, nested, number, take
 from litspec.drafters.tapped import (
     CHUNK,
     MAX_K,
     Layers,
     Pending,
+    draw_chain,
     embedding_of,
     head_bytes,
     head_logits,
@@ -39,10 +40,10 @@ from litspec.model.bound import bound
 from litspec.model.gpt import Block
 from litspec.model.kv_cache import Step
 from litspec.model.norm import build_norm
-from litspec.sampling import Position, Sampler
+from litspec.sampling import Sampler
 
 if TYPE_CHECKING:
-    from litspec.rounds import TargetSession
+    from litspec.engine.target import TargetSession
 
 Function = Callable[[Tensor], Tensor]
 
@@ -77,12 +78,11 @@ class EagleBlock(Block):
         return y + self._feed_forward(self._mlp_norm(y))
 
 
-class Eagle:
+class Eagle(Drafter):
     """Drafts with an EAGLE-3 head, see `drafters.Drafter`. Made by `load_eagle`.
 
     Attributes:
         layers: The one layer.
-        notes: What is worth knowing about it, as sentences.
 
     Args:
         layers: The one layer.
@@ -112,20 +112,26 @@ class Eagle:
         self.layers = layers
         self.taps = taps
         self.max_k = MAX_K
-        self.step_bytes = step_bytes
+        self._step_bytes = step_bytes
         self.project = project
         self.norm = norm
         self.head = head
         self.target_ids = target_ids
         self.embedding = embedding
         self.norm_output = norm_output
-        self.notes: list[str] = []
 
-    def begin(self, target: TargetSession, max_length: int, sampler: Sampler) -> EagleSession:
+    @property
+    def name(self) -> str:
+        return "eagle3"
+
+    def cost(self, k: int) -> Cost:
+        return Cost(k * self._step_bytes, k)
+
+    def start(self, target: TargetSession, max_length: int, sampler: Sampler) -> EagleSession:
         return EagleSession(self, target, max_length, sampler)
 
 
-class EagleSession:
+class EagleSession(DraftSession):
     """One text, see `drafters.DraftSession`.
 
     Keys and values that stand for good come from the target's states only. Those of a chain stand behind them and are
@@ -145,7 +151,7 @@ class EagleSession:
         self._last: Tensor | None = None  # (1, c), what the last of them gave
 
     @torch.inference_mode()
-    def extend(self, tokens: Sequence[int], input_pos: int, hidden: Tensor | None = None) -> None:
+    def commit(self, tokens: Sequence[int], input_pos: int, hidden: Tensor | None = None) -> None:
         self._pending.add(list(tokens)[: max(0, self._limit - input_pos)], input_pos, hidden)
         while len(self._pending.tokens) >= CHUNK:
             self._absorb(CHUNK)
@@ -160,12 +166,12 @@ class EagleSession:
             return Proposal(torch.empty(0, dtype=torch.int64, device=self._device))
         state = self._last
 
-        def step(token: Tensor, position: Position) -> Tensor:
+        def step(token: Tensor, position: int) -> Tensor:
             nonlocal state
-            state = self._run(token, state, int(position) - 1)
+            state = self._run(token, state, position - 1)
             return self._logits(state)
 
-        return draft_tokens(self._sampler, self._logits(state), step, input_pos + 1, k)
+        return draw_chain(self._sampler, self._logits(state), step, input_pos + 1, k)
 
     def _absorb(self, size: int) -> None:
         """Runs rows whose states are the target's."""
@@ -210,9 +216,9 @@ def load_eagle(folder: str | Path, target_model: GPT) -> Eagle:
         InputError: For a folder that is no EAGLE-3 head, is damaged, or fits another target.
     """
     folder = Path(folder)
-    config = read_config(folder)
-    config |= config.get("transformer_layer_config", {})
-    weights = {name.removeprefix("model."): tensor for name, tensor in read_weights(folder).items()}
+    published = open_published(folder)
+    config = published.config | nested(published.config, "transformer_layer_config", folder)
+    weights = {name.removeprefix("model."): tensor for name, tensor in published.read().items()}
     prefix = "midlayer." if any(name.startswith("midlayer.") for name in weights) else "layers.0."
     layer = {name.removeprefix(prefix): weights.pop(name) for name in list(weights) if name.startswith(prefix)}
     if further := [name for name in weights if name.startswith("layers.")]:
@@ -255,18 +261,17 @@ def load_eagle(folder: str | Path, target_model: GPT) -> Eagle:
         step_bytes=step_bytes + (head_bytes(target_model) if head is None else head.numel() * like.element_size()),
     )
     if size < target.block_size:
-        drafter.notes.append(
+        drafter.notes = [
             f"The EAGLE-3 head was made for {size} positions, the target has {target.block_size}; beyond the first "
             f"{size} tokens of a text nothing is drafted."
-        )
+        ]
     return drafter
 
 
 def _taps(config: Mapping[str, Any], n_layer: int, folder: Path) -> tuple[int, ...]:
     """The blocks whose output a head reads, 0-based."""
-    nested = config.get("eagle_config") or {}
     name = "eagle_aux_hidden_state_layer_ids"
-    ids = nested.get(name) or config.get(name) or [2, n_layer // 2, n_layer - 3]
+    ids = nested(config, "eagle_config", folder).get(name) or config.get(name) or [2, n_layer // 2, n_layer - 3]
     if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
         raise InputError(f"config.json in {str(folder)!r} must give {name} as a list of whole numbers, got {ids!r}.")
     # Two conventions are about. Where the first id is 1, ids are those of blocks. Else they count a model's states: 0

@@ -1,7 +1,7 @@
 """Folders of published drafters: tell what lies in one, read its files, make the drafter.
 
-Such a folder holds `config.json` and weights as safetensors (one file or several), or a `pytorch_model.bin`, which is
-read as tensors only, so that it cannot run code.
+Such a folder holds `config.json` and weights as safetensors (one file, or several with or without an index), or a
+`pytorch_model.bin`, which is read as tensors only, so that it cannot run code.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 Kind = Literal["litgpt", "dflash", "eagle", "mtp"]
 
 CONFIG = "config.json"
+SAFETENSORS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
 # The function that makes each kind of drafter, given the folder and the target's model; imported when it is wanted.
 LOADERS: dict[Kind, str] = {
@@ -60,12 +62,14 @@ class Published:
     Attributes:
         dir: The folder.
         config: Its `config.json`.
-        files: For each weight the file that holds it.
+        files: For each weight the file that holds it. Files that nothing is read from may be missing.
+        role: The flag that named the folder, for sentences.
     """
 
     dir: Path
     config: dict[str, Any]
     files: dict[str, Path]
+    role: str = "draft_dir"
 
     def read(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Reads weights as they are in the files, on the CPU.
@@ -80,9 +84,9 @@ class Published:
         found: dict[str, Tensor] = {}
         for path in sorted({self.files[name] for name in wanted}):
             if path.name == PICKLE:
-                found |= {name: tensor for name, tensor in _unpickled(path).items() if name in wanted}
+                found |= {name: tensor for name, tensor in _unpickled(path, self.role).items() if name in wanted}
                 continue
-            with _safetensors(path) as file:
+            with _safetensors(path, self.role) as file:
                 found |= {name: file.get_tensor(name) for name in wanted.intersection(file.keys())}
         return found
 
@@ -113,7 +117,7 @@ def kind_of(draft_dir: str | Path, target_dir: Path | None = None) -> Kind:
     if os.path.exists(folder / WEIGHTS):
         own = target_dir is not None and os.path.samefile(folder, target_dir)
         return "mtp" if own and any(re.search(_MTP, name) for name in _weight_files(folder)) else "litgpt"
-    config = _read_config(folder)
+    config = _read_json(folder / CONFIG)
     declared = [
         config.get("speculators_model_type"),
         config.get("speculative_algorithm"),
@@ -136,17 +140,21 @@ def kind_of(draft_dir: str | Path, target_dir: Path | None = None) -> Kind:
     )
 
 
-def open_published(draft_dir: str | Path) -> Published:
+def open_published(draft_dir: str | Path, role: str = "draft_dir") -> Published:
     """Looks at a published folder: its configuration and the names of its weights.
+
+    Args:
+        draft_dir: The folder.
+        role: The flag that named it, for sentences.
 
     Raises:
         InputError: A file is missing or cannot be read.
     """
     folder = resolve(draft_dir)
-    config, files = _read_config(folder), _weight_files(folder)
+    config, files = _read_json(folder / CONFIG, role), _weight_files(folder, role)
     if not files:
-        raise InputError(f"draft_dir {str(folder)!r} has a {CONFIG} but no weights: no *.safetensors and no {PICKLE}.")
-    return Published(folder, config, files)
+        raise InputError(f"{role} {str(folder)!r} has a {CONFIG} but no weights: no *.safetensors and no {PICKLE}.")
+    return Published(folder, config, files, role)
 
 
 def load_published(draft_dir: str | Path, kind: Kind, target: GPT) -> Drafter:
@@ -165,51 +173,62 @@ def load_published(draft_dir: str | Path, kind: Kind, target: GPT) -> Drafter:
     return load(resolve(draft_dir), target)
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG
+def _read_json(path: Path, role: str = "draft_dir") -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
-        raise InputError(f"{str(path)!r} (draft_dir) cannot be read as JSON: {reason}.") from error
-    if not isinstance(config, dict):
-        raise InputError(f"{str(path)!r} (draft_dir) holds a {type(config).__name__}; it must hold an object.")
-    return config
+        raise InputError(f"{str(path)!r} ({role}) cannot be read as JSON: {reason}.") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{str(path)!r} ({role}) holds a {type(content).__name__}; it must hold an object.")
+    return content
 
 
-def _weight_files(folder: Path) -> dict[str, Path]:
+def _weight_files(folder: Path, role: str = "draft_dir") -> dict[str, Path]:
     """For each weight the file that holds it."""
+    index = folder / INDEX
+    if index.is_file():
+        # Of a checkpoint in a hundred files only those are opened that are wanted.
+        places = _read_json(index, role).get("weight_map")
+        if not isinstance(places, dict) or any(Path(str(file)).name != file for file in places.values()):
+            raise InputError(
+                f"{str(index)!r} ({role}) is no index of safetensors files; its weight_map must name a file of this "
+                "folder for each weight."
+            )
+        return {name: folder / file for name, file in places.items()}
     files: dict[str, Path] = {}
     for part in sorted(folder.glob("*.safetensors")):
-        with _safetensors(part) as file:
+        with _safetensors(part, role) as file:
             files |= dict.fromkeys(file.keys(), part)
     if not files and (folder / PICKLE).is_file():
-        files = dict.fromkeys(_unpickled(folder / PICKLE), folder / PICKLE)
+        files = dict.fromkeys(_unpickled(folder / PICKLE, role), folder / PICKLE)
     return files
 
 
-def _safetensors(path: Path) -> Any:
+def _safetensors(path: Path, role: str) -> Any:
     try:
         return safe_open(path, framework="pt", device="cpu")
+    except FileNotFoundError as error:
+        raise InputError(f"{str(path)!r} ({role}) is missing, but the folder's index names it.") from error
     except (SafetensorError, OSError) as error:
         with open(path, "rb") as file:
             pointer = file.read(64).startswith(b"version https://git-lfs")
         what = "is a Git LFS pointer; fetch the weights with `git lfs pull`" if pointer else f"is damaged: {error}"
-        raise InputError(f"{str(path)!r} (draft_dir) {what}.") from error
+        raise InputError(f"{str(path)!r} ({role}) {what}.") from error
 
 
-def _unpickled(path: Path) -> dict[str, Tensor]:
+def _unpickled(path: Path, role: str) -> dict[str, Tensor]:
     try:
         # Files of PyTorch before 1.6 are no archives, which alone can be mapped.
         content = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
     except pickle.UnpicklingError as error:
         raise InputError(
-            f"{str(path)!r} (draft_dir) would run code when loaded, or is damaged, and is refused; a drafter's file "
+            f"{str(path)!r} ({role}) would run code when loaded, or is damaged, and is refused; a drafter's file "
             "may hold tensors only."
         ) from error
     except Exception as error:  # a damaged pickle can raise nearly anything
         reason = " ".join(str(error).split())[:200]
-        raise InputError(f"{str(path)!r} (draft_dir) is damaged or no file of weights: {reason}.") from error
+        raise InputError(f"{str(path)!r} ({role}) is damaged or no file of weights: {reason}.") from error
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise InputError(f"{str(path)!r} (draft_dir) must hold tensors by name, and holds something else.")
+        raise InputError(f"{str(path)!r} ({role}) must hold tensors by name, and holds something else.")
     return content

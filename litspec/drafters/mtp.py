@@ -21,14 +21,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from litspec.drafters.autoregressive import draft_tokens
-from litspec.drafters.base import Proposal
-from litspec.drafters.published import SAFETENSORS, layer_config, litgpt_layer, number, read_config, read_weights, take
+from litspec.drafters.base import Cost, Drafter, DraftSession, Proposal
+from litspec.drafters.folders import CONFIG, SAFETENSORS, open_published
+from litspec.drafters.hf_layers import layer_config, litgpt_layer, nested, number, take
 from litspec.drafters.tapped import (
     CHUNK,
     MAX_K,
     Layers,
     Pending,
+    draw_chain,
     embedding_of,
     head_bytes,
     head_logits,
@@ -38,10 +39,10 @@ from litspec.drafters.tapped import (
 )
 from litspec.errors import InputError
 from litspec.model import GPT, KVCache
-from litspec.sampling import Position, Sampler
+from litspec.sampling import Sampler
 
 if TYPE_CHECKING:
-    from litspec.rounds import TargetSession
+    from litspec.engine.target import TargetSession
 
 MAX_LAYERS = 8
 
@@ -55,7 +56,7 @@ class Ends(NamedTuple):
     norm_output: Callable[[Tensor], Tensor]
 
 
-class Mtp:
+class Mtp(Drafter):
     """Drafts with MTP layers, see `drafters.Drafter`. Made by `load_mtp`.
 
     Args:
@@ -72,13 +73,20 @@ class Mtp:
         self.taps = (tap,)
         self.max_k = MAX_K if len(ends) == 1 else len(ends)
         self.hidden_first = hidden_first
-        self.step_bytes = step_bytes
+        self._step_bytes = step_bytes
 
-    def begin(self, target: TargetSession, max_length: int, sampler: Sampler) -> MtpSession:
+    @property
+    def name(self) -> str:
+        return "mtp"
+
+    def cost(self, k: int) -> Cost:
+        return Cost(k * self._step_bytes, k)
+
+    def start(self, target: TargetSession, max_length: int, sampler: Sampler) -> MtpSession:
         return MtpSession(self, target, max_length, sampler)
 
 
-class MtpSession:
+class MtpSession(DraftSession):
     """One text, see `drafters.DraftSession`.
 
     Layer i keeps keys and values for the rows whose token is committed, which are i fewer than the first layer's. What
@@ -102,7 +110,7 @@ class MtpSession:
         self._last: Tensor | None = None  # (1, C), what the first layer gave in its last row
 
     @torch.inference_mode()
-    def extend(self, tokens: Sequence[int], input_pos: int, hidden: Tensor | None = None) -> None:
+    def commit(self, tokens: Sequence[int], input_pos: int, hidden: Tensor | None = None) -> None:
         self._pending.add(list(tokens)[: max(0, self._limit - input_pos)], input_pos, hidden)
         while len(self._pending.tokens) >= CHUNK:
             self._absorb(CHUNK)
@@ -116,24 +124,24 @@ class MtpSession:
         if k < 1 or self._last is None:
             return Proposal(torch.empty(0, dtype=torch.int64, device=self._device))
         step = self._chain(self._last) if len(self._filled) == 1 else self._layer_by_layer()
-        return draft_tokens(self._sampler, head_logits(self._model, self._last), step, input_pos + 1, k)
+        return draw_chain(self._sampler, head_logits(self._model, self._last), step, input_pos + 1, k)
 
-    def _chain(self, state: Tensor) -> Callable[[Tensor, Position], Tensor]:
+    def _chain(self, state: Tensor) -> Callable[[Tensor, int], Tensor]:
         """Steps of the only layer, each on what the one before gave."""
 
-        def step(token: Tensor, position: Position) -> Tensor:
+        def step(token: Tensor, position: int) -> Tensor:
             nonlocal state
-            state = self._run(0, token, state, int(position) - 1)
+            state = self._run(0, token, state, position - 1)
             return head_logits(self._model, state)
 
         return step
 
-    def _layer_by_layer(self) -> Callable[[Tensor, Position], Tensor]:
+    def _layer_by_layer(self) -> Callable[[Tensor, int], Tensor]:
         """Steps of one layer after the other, each in the rows that this round's drafts are the tokens of."""
         drafts: list[Tensor] = []
         before = self._inputs[0][:0]
 
-        def step(token: Tensor, position: Position) -> Tensor:
+        def step(token: Tensor, position: int) -> Tensor:
             nonlocal before
             drafts.append(token)
             layer = len(drafts)
@@ -220,13 +228,13 @@ def load_mtp(folder: str | Path, target_model: GPT, *, post_norm: bool = True) -
         InputError: For a folder without MTP layers, with layers of a kind that is not known, or of another target.
     """
     folder = Path(folder)
-    config = read_config(folder)
-    config |= config.get("text_config", {})
+    published = open_published(folder)
+    config = published.config | nested(published.config, "text_config", folder)
     target = target_model.config
     like = embedding_of(target_model).weight
     n_layer = config.get("num_hidden_layers", target.n_layer)
     _check_target(config, n_layer, target_model, folder)
-    weights = read_weights(folder, lambda name: _is_mtp(name, n_layer))
+    weights = published.read(name for name in published.files if _is_mtp(name, n_layer))
     naming, parts = _split(weights, n_layer, folder)
     if any(config.get("model_type", "").startswith(name) for name in _UNIT_OFFSET):
         parts = [{name: 1 + w if "norm" in name else w for name, w in part.items()} for part in parts]
@@ -245,7 +253,9 @@ def load_mtp(folder: str | Path, target_model: GPT, *, post_norm: bool = True) -
         ends.append(
             Ends(norm(embedding, eps, like), norm(hidden, eps, like), linear(project, like), norm(output, eps, like))
         )
-    block = layer_config(config, parts[0], folder, n_layer=len(parts), block_size=target.block_size)
+    block = layer_config(
+        config, parts[0], folder, first_layer=n_layer, n_layer=len(parts), block_size=target.block_size
+    )
     for i, part in enumerate(parts):
         named |= {f"transformer.h.{i}.{name}": weight for name, weight in litgpt_layer(part, folder).items()}
     layers, size = load_layers(lambda: Layers(block), named, folder, like)
@@ -273,14 +283,15 @@ def extract_mtp_layers(source: str | Path, out: str | Path) -> int:
         InputError: For a folder without MTP layers, or one to write that holds weights already.
     """
     source, out = Path(source), Path(out)
-    config = read_config(source)
-    n_layer = number(config | config.get("text_config", {}), "num_hidden_layers", source)
+    published = open_published(source, role="checkpoint_dir")
+    config = published.config
+    n_layer = number(config | nested(config, "text_config", source), "num_hidden_layers", source)
     if taken := [*out.glob("*.safetensors"), *out.glob("*.pth")]:
         raise InputError(f"{str(out)!r} holds weights already ({taken[0].name}); name a folder of its own.")
-    weights = read_weights(source, lambda name: _is_mtp(name, n_layer))
+    weights = published.read(name for name in published.files if _is_mtp(name, n_layer))
     _split(weights, n_layer, source)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    (out / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
     save_file({name: weight.contiguous() for name, weight in weights.items()}, out / SAFETENSORS)
     return len(weights)
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from litspec.drafters.base import Proposal
+from litspec.drafters.base import Drafter, DraftSession, Proposal
 from litspec.errors import InputError
 from litspec.sampling import Rejection, Sampler
 
 if TYPE_CHECKING:
-    from litspec.rounds import TargetSession
+    from litspec.engine.target import TargetSession
 
 # A node takes some 140 bytes.
 MAX_NODES = 500_000
@@ -175,7 +175,7 @@ class Memory:
         self.trees[0].end()
 
 
-class Suffix:
+class Suffix(Drafter):
     """Drafts from counts over this text and over the outputs of earlier ones, see `drafters.Drafter`.
 
     Outputs are remembered when their text has ended; a text that was given up leaves nothing behind. Any number of
@@ -193,9 +193,6 @@ class Suffix:
     Raises:
         InputError: For a setting out of its range.
     """
-
-    taps: tuple[int, ...] = ()
-    step_bytes = 0
 
     def __init__(
         self, max_k: int, *, factor: float = 2.0, offset: float = 5.0, min_prob: float = 0.1, max_nodes: int = MAX_NODES
@@ -217,7 +214,11 @@ class Suffix:
         self._earlier = Memory(self.depth, max_nodes)
         self._lock = threading.Lock()
 
-    def begin(self, target: TargetSession, max_length: int, sampler: Sampler) -> SuffixSession:
+    @property
+    def name(self) -> str:
+        return "suffix"
+
+    def start(self, target: TargetSession, max_length: int, sampler: Sampler) -> SuffixSession:
         return SuffixSession(self, target.stop_ids, alone=isinstance(sampler, Rejection))
 
     def search(self, own: Memory, tail: Sequence[int], k: int, alone: bool) -> list[int]:
@@ -236,7 +237,7 @@ class Suffix:
             self._earlier.end()
 
 
-class SuffixSession:
+class SuffixSession(DraftSession):
     """One text, see `drafters.DraftSession`. The tree is told committed tokens only, so there is nothing to undo."""
 
     def __init__(self, drafter: Suffix, stop_ids: Sequence[int] = (), alone: bool = False) -> None:
@@ -247,7 +248,7 @@ class SuffixSession:
         self._tail: list[int] = []
         self._output: list[int] | None = None  # None until the prompt was told
 
-    def extend(self, tokens: Sequence[int], input_pos: int, hidden: torch.Tensor | None = None) -> None:
+    def commit(self, tokens: Sequence[int], input_pos: int, hidden: torch.Tensor | None = None) -> None:
         self._own.append(tokens)
         self._tail = [*self._tail, *tokens][1 - self._drafter.depth :]
         if self._output is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -11,9 +11,11 @@ import torch
 from litgpt.config import Config
 from torch import Tensor, nn
 
+from litspec.drafters.base import Proposal
 from litspec.errors import InputError
 from litspec.model import GPT, KVCache
 from litspec.model.norm import RMSNormFunction
+from litspec.sampling import Distribution, Sampler, concatenate
 
 # Rows that layers run at once while a prompt is read; whatever parts it comes in, it is cut in the same places.
 CHUNK = 512
@@ -108,6 +110,31 @@ def head_logits(model: GPT, x: Tensor) -> Tensor:
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
+def joined(drawn: Sequence[tuple[Tensor, Distribution | None]]) -> Proposal:
+    """One proposal of tokens that were drawn one by one, each with its distribution; at least one."""
+    q = [each for _, each in drawn if each is not None]
+    return Proposal(torch.cat([token for token, _ in drawn]), concatenate(q) if q else None)
+
+
+def draw_chain(
+    sampler: Sampler, logits: Tensor, step: Callable[[Tensor, int], Tensor], position: int, k: int
+) -> Proposal:
+    """Draws tokens one after the other.
+
+    Args:
+        sampler: The text's.
+        logits: Of the first token, `(1, V)`.
+        step: Given a token `(1,)` and its position, the logits of the next.
+        position: Of the first token.
+        k: How many, at least 1.
+    """
+    inputs = sampler.inputs(logits.device, position, k)
+    drawn = [sampler.draw(logits, inputs.row(0))]
+    for i in range(1, k):
+        drawn.append(sampler.draw(step(drawn[-1][0], position + i - 1), inputs.row(i)))
+    return joined(drawn)
+
+
 class Pending:
     """Tokens and states that a session was told and has not run yet.
 
@@ -122,7 +149,7 @@ class Pending:
         self._hidden: list[Tensor] = []
 
     def add(self, tokens: list[int], input_pos: int, hidden: Tensor | None) -> None:
-        """Takes up what `DraftSession.extend` was told; `keep` follows once full chunks were taken."""
+        """Takes up what `DraftSession.commit` was told; `keep` follows once full chunks were taken."""
         if hidden is None:
             raise ValueError("a drafter with taps must be told the target's states")
         skip = 1 if input_pos == 0 else 0

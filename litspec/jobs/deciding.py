@@ -78,7 +78,7 @@ def draft_digest(draft_dir: str | Path) -> str:
     folder = resolve(draft_dir)
     with reading(folder / CONFIG):
         parts: list[bytes | str] = [(folder / CONFIG).read_bytes()]
-    for path in sorted(set(open_published(folder).files.values())):
+    for path in sorted(path for path in set(open_published(folder).files.values()) if path.is_file()):
         with reading(path), open(path, "rb") as file:
             parts += [path.name, *_samples(file)]
     return digest(*parts)

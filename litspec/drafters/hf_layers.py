@@ -1,86 +1,17 @@
-"""Folders of published drafters: Hugging Face's `config.json` and weights, brought to LitGPT's terms.
-
-Nothing here runs code from a folder: safetensors hold numbers only, and a pickle is read with `weights_only=True`.
-"""
+"""Decoder layers of published drafters, from Hugging Face's `config.json` and names to LitGPT's."""
 
 from __future__ import annotations
 
-import json
-import pickle
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from litgpt.config import Config
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from litspec.errors import InputError
-
-SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """What `config.json` says.
-
-    Raises:
-        InputError: Where it is missing or no JSON object.
-    """
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{str(folder)!r} holds no readable config.json; a published drafter has one.") from error
-    except ValueError as error:
-        raise InputError(f"{str(path)!r} is not valid JSON: {error}.") from error
-    if not isinstance(config, dict):
-        raise InputError(f"{str(path)!r} holds a {type(config).__name__}; it must hold a JSON object.")
-    return config
-
-
-def read_weights(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
-    """The tensors of a folder by name: of one safetensors file, of several with their index, or of a pickle.
-
-    Args:
-        folder: The folder.
-        wanted: Which names to read; a target's checkpoint may hold hundreds of gigabytes beside them.
-
-    Raises:
-        InputError: Where there is no such file, or one cannot be read.
-    """
-    index = folder / f"{SAFETENSORS}.index.json"
-    if index.is_file():
-        try:
-            places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            files = sorted({str(file) for name, file in places.items() if wanted(name)})
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise InputError(f"{str(index)!r} is no index of safetensors files: it needs a weight_map.") from error
-    else:
-        # Extracted layers may have a file of their own.
-        files = sorted(path.name for path in folder.glob("*.safetensors"))
-    found: dict[str, Tensor] = {}
-    for file in files:
-        path = folder / file
-        try:
-            with safe_open(path, framework="pt") as content:
-                names = content.keys()
-                found |= {name: content.get_tensor(name) for name in names if wanted(name)}
-        except (OSError, SafetensorError) as error:
-            raise InputError(f"{str(path)!r} cannot be read as safetensors: {error}.") from error
-    if files:
-        return found
-    path = folder / PICKLE
-    if not path.is_file():
-        raise InputError(f"{str(folder)!r} holds neither {SAFETENSORS} nor {PICKLE}.")
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise InputError(f"{str(path)!r} is damaged, or would run code when loaded, and is refused.") from error
-    if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise InputError(f"{str(path)!r} must hold tensors by name, and nothing else.")
-    return {name: value for name, value in content.items() if wanted(name)}
 
 
 def take(weights: dict[str, Tensor], name: str, folder: Path) -> Tensor:
@@ -106,8 +37,26 @@ def number(config: Mapping[str, Any], name: str, folder: Path) -> int:
     return value
 
 
+def nested(config: Mapping[str, Any], name: str, folder: Path) -> Mapping[str, Any]:
+    """The fields that `config.json` has below a name; none where the name is missing.
+
+    Raises:
+        InputError: Where something else stands there.
+    """
+    value = config.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise InputError(f"config.json in {str(folder)!r} must give {name} as an object, got {value!r}.")
+    return value
+
+
 def layer_config(
-    config: Mapping[str, Any], weights: Mapping[str, Tensor], folder: Path, *, n_layer: int, block_size: int
+    config: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    folder: Path,
+    *,
+    n_layer: int,
+    block_size: int,
+    first_layer: int = 0,
 ) -> Config:
     """LitGPT's config of the decoder layers that Hugging Face's describes; it has no vocabulary of its own.
 
@@ -117,6 +66,7 @@ def layer_config(
         folder: For messages.
         n_layer: How many such layers.
         block_size: Positions that they can attend to.
+        first_layer: The number of the first of them in lists with an entry for each layer.
 
     Raises:
         InputError: For a layer that litspec's model does not have.
@@ -125,6 +75,7 @@ def layer_config(
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise InputError(f"config.json in {str(folder)!r} names hidden_act {activation!r}; only 'silu' is known.")
+    _check_windows(config, folder, first_layer, block_size)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     adjustments: dict[str, Any] | None = None
@@ -162,6 +113,26 @@ def layer_config(
         rope_adjustments=adjustments,
         **experts,
     )
+
+
+# Families whose config may name a window that is off unless `use_sliding_window` turns it on.
+_WINDOW_OFF = ("llama", "qwen", "mimo")
+
+
+def _check_windows(config: Mapping[str, Any], folder: Path, first_layer: int, block_size: int) -> None:
+    """Refuses layers with a sliding window that is shorter than their texts."""
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    if isinstance(kinds, list) and kinds:
+        # A list that ends with the target's layers does not say which kind follows.
+        slides = any(str(kind).startswith(("sliding", "chunked")) for kind in kinds[first_layer:] or kinds)
+    else:
+        off = str(config.get("model_type", "")).startswith(_WINDOW_OFF)
+        slides = bool(window) and bool(config.get("use_sliding_window", not off))
+    if slides and not (isinstance(window, int) and window >= block_size):
+        raise InputError(
+            f"config.json in {str(folder)!r} gives the drafter's layers a sliding window (sliding_window {window!r}), "
+            "but EAGLE-3 and MTP layers are run with full attention only; give a drafter without a window."
+        )
 
 
 def _expert_config(config: Mapping[str, Any], weights: Mapping[str, Tensor], folder: Path) -> dict[str, Any]:
