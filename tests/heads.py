@@ -16,7 +16,9 @@ from torch import Tensor
 
 from litspec import SpecLLM
 from litspec.drafters import Drafter
+from litspec.drafters.dflash_folder import read_config
 from litspec.model import GPT
+from litspec.model.dflash import DFlashNetwork
 from litspec.sampling import Greedy, Inputs, Sampling
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -141,7 +143,7 @@ def proposals_of(llm: SpecLLM, drafter: Drafter, prompts: Sequence[str]) -> list
     drafter.start = watched
     for prompt in prompts:
         found.append([])
-        drafted.generate(prompt, max_new_tokens=12, temperature=0.0, speculative_k=5)
+        drafted.generate(prompt, max_new_tokens=12, temperature=0.0, speculative_k=min(5, llm.verify_width - 1))
     drafter.start = start
     return found
 
@@ -223,3 +225,18 @@ def random_mtp(
         for name in ("enorm", "hnorm", "shared_head.norm", "input_layernorm", "post_attention_layernorm"):
             weights[f"{start}{name}.weight"] = 0.5 + torch.rand(C, generator=generator)
     return hf, weights
+
+
+def random_dflash(config: Config, folder: Path, *, seed: int = 0, std: float = 0.15) -> Path:
+    """A folder with a random DFlash drafter of one layer for a target, as z-lab publishes them."""
+    raw = json.loads((FIXTURES / "dflash" / "v1" / "config.json").read_text())
+    raw |= dict(hidden_size=config.n_embd, vocab_size=config.padded_vocab_size, num_target_layers=config.n_layer)
+    raw |= dict(num_hidden_layers=1, layer_types=None)
+    raw["dflash_config"] |= dict(target_layer_ids=[0, config.n_layer - 1], mask_token_id=260)
+    network = DFlashNetwork(read_config(raw, "The drafter", config.n_layer))
+    generator = torch.Generator().manual_seed(seed)
+    weights = {
+        name: std * torch.randn(weight.shape, generator=generator) if weight.dim() > 1 else weight
+        for name, weight in network.state_dict().items()
+    }
+    return write_folder(folder, raw, weights)

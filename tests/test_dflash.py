@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import lively_weights, tiny_config, write_checkpoint
+from heads import proposals_of, random_dflash
 from laws import follows
 from litgpt import Config
 from litgpt.scripts.convert_hf_checkpoint import copy_weights_qwen_3
@@ -404,17 +405,10 @@ def test_what_lies_in_a_folder_is_told_from_its_files(tmp_path: Path) -> None:
 
 
 def published_pair(folder: Path) -> tuple[Path, Path]:
-    """A random target, and a random DFlash folder for it as z-lab publishes them."""
+    """A random target, and a random DFlash folder for it."""
     config = tiny_config()
     target = write_checkpoint(folder / "target", config, weights=lively_weights(config))
-    raw = json.loads((FIXTURES / "v1" / "config.json").read_text())
-    raw |= dict(hidden_size=32, vocab_size=264, num_target_layers=2, num_hidden_layers=1, layer_types=None)
-    raw["dflash_config"] |= dict(target_layer_ids=[0, 1], mask_token_id=260)
-    network = DFlashNetwork(read_config(raw, "The drafter", 2))
-    head = folder / "head"
-    head.mkdir()
-    (head / "config.json").write_text(json.dumps(raw))
-    save_file(network.state_dict(), head / "model.safetensors")
+    head = random_dflash(config, folder / "head")
     return target, head
 
 
@@ -439,6 +433,19 @@ def test_the_command_takes_a_published_folder_as_draft_dir(tmp_path: Path, capsy
     assert command("generate", *where, "--draft_dir", str(FIXTURES / "v1")) == 2
     sentence = capsys.readouterr().err
     assert "target of 4 layers, but this target has 2" in sentence and "Traceback" not in sentence
+
+
+def test_a_head_on_a_compiled_target_drafts_the_same_and_changes_no_text(tmp_path: Path) -> None:
+    llm = SpecLLM.load(*published_pair(tmp_path), accelerator="cpu", verify_width=4, compile=True)
+    for settings in (dict(temperature=0), dict(temperature=0.9, top_k=20, sampler="coupled")):
+        settings |= dict(max_new_tokens=30, seed=3)
+        text = llm.generate("abc", speculative_k=3, **settings)
+        assert text.token_ids == llm.with_drafter("none").generate("abc", **settings).token_ids
+        assert text.stats.proposed > 30
+    # States of a compiled verification differ from others in their last bits only.
+    plain = SpecLLM.load(*published_pair(tmp_path / "again"), accelerator="cpu", verify_width=4)
+    compiled, uncompiled = (proposals_of(each, each.drafter, ["abc"]) for each in (llm, plain))
+    assert compiled == uncompiled and len({tuple(proposal) for proposal in compiled[0]}) > 3
 
 
 def test_commands_find_the_published_drafter_again_under_the_draft_model_s_name(tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ def test_prompts_are_no_outputs_and_what_one_text_ended_with_does_not_lead_into_
     assert propose(tell(begin(drafter), [8, 1], []), [8, 1]) == [2]
 
 
-def test_a_text_that_was_given_up_leaves_nothing_behind():
+def test_a_text_that_was_never_closed_leaves_nothing_behind():
     drafter = remembering([[4, 5, 6]])
     before = len(drafter._earlier.trees[0])
     abandoned = tell(begin(drafter), [1, 2], [4, 5, 9, 9])
@@ -226,7 +226,7 @@ def test_many_threads_may_draft_and_end_texts_at_once():
             for j, token in enumerate(output):
                 session.commit([token], j + 1)
                 proposed = propose(session, [0, *output[: j + 1]])
-                wrong.commit([proposed] if any(not 0 <= token < 50 for token in proposed) else [])
+                wrong.extend([proposed] if any(not 0 <= token < 50 for token in proposed) else [])
             session.close()
 
     threads = [threading.Thread(target=work, args=(output,)) for output in outputs]
@@ -381,9 +381,14 @@ def test_a_rejection_text_does_not_depend_on_the_texts_before_it(llm: SpecLLM) -
     assert [block.proposed for block in after.blocks] == [block.proposed for block in fresh.blocks]
 
 
-def test_a_stream_that_is_closed_early_teaches_nothing(llm: SpecLLM) -> None:
+def test_of_a_stream_that_is_closed_early_what_the_target_had_said_is_remembered(llm: SpecLLM) -> None:
+    suffix = llm.with_drafter("suffix")
+    text = suffix.generate("hello", max_new_tokens=60, temperature=0.0).token_ids
     suffix = llm.with_drafter("suffix")
     stream = suffix.generate("hello", max_new_tokens=60, temperature=0.0, stream=True)
     next(stream)
-    stream.close()
     assert len(suffix.drafter._earlier.trees[0]) == 1
+    stream.close()
+    count = suffix.drafter._earlier.trees[0]._counts[0]
+    assert 0 < count < 60
+    assert suffix.drafter._earlier.trees[0].find(text[: min(count, 15)]) is not None

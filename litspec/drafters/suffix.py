@@ -178,7 +178,7 @@ class Memory:
 class Suffix(Drafter):
     """Drafts from counts over this text and over the outputs of earlier ones, see `drafters.Drafter`.
 
-    Outputs are remembered when their text has ended; a text that was given up leaves nothing behind. Any number of
+    Outputs are remembered when their text has ended, and as far as they had come where it was given up. Any number of
     texts may be open at once, in as many threads. With the rejection sampler, whose text depends on what is proposed,
     earlier outputs are not looked at, so that a text depends on nothing but its seed, prompt and settings.
 
