@@ -11,15 +11,18 @@ import litgpt.model
 import pytest
 import torch
 from checkpoints import lively_weights, tiny_config, write_checkpoint
+from engines import request
 from heads import Told, bare_target, fixture, proposals_of, random_eagle, write_folder
 from host_reads import HostReads
 from torch import Tensor
 
 from litspec import SpecLLM
-from litspec.drafters import Proposal
+from litspec.drafters import Drafter, DraftSession, Proposal
 from litspec.drafters.eagle import Eagle, EagleSession, load_eagle
+from litspec.engine.engine import Engine
 from litspec.errors import InputError
 from litspec.model import GPT
+from litspec.sampling import Sampling
 from litspec.testing import check_drafter
 
 RECORDED, CONFIG = fixture("eagle3")
@@ -189,6 +192,49 @@ def test_after_rounds_drafts_are_those_of_a_fresh_pass_over_litgpt_s_states(llm:
     wrong = Told(head, model, text.tokens, states_of_litgpt(model, text.tokens, [i + 1 for i in head.taps]))
     wrong.tell(len(text.tokens))
     assert (wrong.propose(1)[1] - numbers[:1]).nan_to_num(0).abs().max() > 0.05, "a case that proves nothing"
+
+
+class Watching(Drafter):
+    """Keeps the states that it is shown."""
+
+    def __init__(self, taps: tuple[int, ...]) -> None:
+        self.taps = taps
+        self.sessions: list[WatchingSession] = []
+
+    def start(self, target: Any, max_length: int, sampler: Any) -> WatchingSession:
+        self.sessions.append(WatchingSession())
+        return self.sessions[-1]
+
+
+class WatchingSession(DraftSession):
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.states: list[Tensor] = []
+
+    def commit(self, tokens: Sequence[int], input_pos: int, hidden: Tensor | None = None) -> None:
+        assert hidden is not None and len(hidden) == len(tokens) and input_pos == len(self.tokens)
+        self.tokens += tokens
+        self.states.append(hidden.clone())
+
+    def propose(self, token: int, input_pos: int, k: int) -> Proposal:
+        return Proposal(torch.full((k,), token))
+
+
+def test_texts_side_by_side_are_shown_the_states_of_their_own_taps_one_named_twice_too(llm: SpecLLM) -> None:
+    placed = llm.placed
+    watching = [Watching((1, 3, 3)), Watching((4, 1)), Watching((3, 1, 3))]
+    engine = Engine(placed, None, slots=3, max_length=80)
+    for i, drafter in enumerate(watching):
+        engine.drafter = drafter
+        engine.add(request(placed, drafter, Sampling(temperature=0), new=30, prompt=[7 + i, 3, 5]))
+        engine.step()
+    while len(engine):
+        engine.step()
+    for drafter in watching:
+        (session,) = drafter.sessions
+        found, expected = torch.cat(session.states), states_of_litgpt(placed.model, session.tokens, drafter.taps)
+        assert len(found) == 33 and not found[0].any()
+        torch.testing.assert_close(found[1:], expected[:-1], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("fields", [{}, {"draft_vocab_size": 64}, {"norm_output": True}])
