@@ -213,7 +213,7 @@ def test_verify_passes_and_exits_0(
     assert code == 0 and report["passed"]
     names = [check["name"] for check in report["checks"]]
     for mode in ("greedy", "coupled"):
-        assert [f"{mode}, {d}" for d in ("draft_model", "prompt_lookup", "early_exit")] == [
+        assert [f"{mode}, {d}" for d in ("draft_model", "prompt_lookup", "suffix", "early_exit")] == [
             name for name in names if name.startswith(mode)
         ]
     assert "rejection, accept rule" in names and "rejection, honesty of draft_model" in names
