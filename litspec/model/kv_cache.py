@@ -112,6 +112,8 @@ class Step:
         positions: where the rows stand, `(N,)`.
         rope: per rope base the rows' `(cos, sin)`, each `(N, 1, n)`.
         masks: for each kind the additive mask `(B, 1, copies * W, L)`; of a single row one copy serves for all.
+        exact: whether a row must keep its bits wherever it stands, as in a block to verify. Chunks of a prompt are
+            always cut the same way and need no such care.
     """
 
     batch_size: int
@@ -120,9 +122,19 @@ class Step:
     positions: Tensor
     rope: tuple[tuple[Tensor, Tensor], ...]
     masks: dict[MaskKind, Tensor]
+    exact: bool
 
     @classmethod
-    def at(cls, cache: KVCache, input_pos: Tensor, width: int, kv_length: int, kinds: Collection[MaskKind]) -> Step:
+    def at(
+        cls,
+        cache: KVCache,
+        input_pos: Tensor,
+        width: int,
+        kv_length: int,
+        kinds: Collection[MaskKind],
+        *,
+        exact: bool,
+    ) -> Step:
         """The step of `width` rows from `input_pos` `(B,)` on, reading `kv_length` slots."""
         positions = input_pos.unsqueeze(1) + cache.slots[:width]
         flat = positions.flatten()
@@ -134,6 +146,7 @@ class Step:
             flat,
             rope,
             {(window, copies): cache.mask(positions, kv_length, window, copies) for window, copies in kinds},
+            exact,
         )
 
     def write(self, buffer: Tensor, new: Tensor) -> None:
