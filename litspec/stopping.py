@@ -286,8 +286,8 @@ class StopStrings:
 
     def _ends_here(self, token: int) -> bool:
         """Whether a stop ends with this special token, though text before it is still held back."""
-        held, marked = self._detokenizer.held, self._marked
-        if marked is None or token not in marked.mark_of or not held:
+        marked = self._marked
+        if marked is None or token not in marked.mark_of or not (held := self._detokenizer.held):
             return False
         if self._needles.find(marked.text + held + marked.mark_of[token], len(marked.text) + len(held)) is None:
             return False

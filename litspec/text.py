@@ -197,7 +197,10 @@ class Detokenizer:
         """What is held back, as it would be if the text ended here."""
         n = len(self._settled) - 1
         m = self._settled[n]
-        return "" if m == n else self._stream.tail(self._tokens, self._begin + m, self._begin + n)
+        if m == n:
+            return ""
+        # Whole characters before an unfinished one have been released.
+        return self._stream.tail(self._tokens, self._begin + m, self._begin + n)[self._chars[n] - self._chars[m] :]
 
     def push(self, tokens: Sequence[int] | Tensor) -> str:
         """Takes the next tokens; returns the text that has become certain, which may be empty."""
