@@ -233,6 +233,9 @@ class GenerateConfig:
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if "" in stops:
             raise InputError("A stop string is empty; give at least one character.")
+        for stop in stops:
+            if any("\ud800" <= char <= "\udfff" for char in stop):
+                raise InputError(f"The stop string {stop!r} can never come: it holds half of a surrogate pair.")
         object.__setattr__(self, "stop", stops)
 
 

@@ -301,9 +301,11 @@ class SpecLLM:
         stop_tokens = self.codec.stop_tokens
         stop_ids = [sequence[0] for sequence in stop_tokens if len(sequence) == 1]
         tokens_stop = StopTokens(stop_tokens, ignore_first=min_new_tokens)
-        strings = (
-            StopStrings(settings.stop, self.codec.detokenizer(after=ids), min_new_tokens) if settings.stop else None
-        )
+        strings = None
+        if settings.stop:
+            special, vocab_size = self.codec.special_tokens, self.placed.model.config.padded_vocab_size
+            detokenizer = self.codec.detokenizer(after=ids)
+            strings = StopStrings(settings.stop, detokenizer, min_new_tokens, special=special, vocab_size=vocab_size)
         sampler = make_sampler(
             sampling,
             seed=text_seed(settings.seed, index),

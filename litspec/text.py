@@ -107,6 +107,11 @@ class TextCodec:
             return detokenizer.push(token_ids) + detokenizer.flush()
         return self._vocabulary.decode(_ids(token_ids))
 
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """The tokens that a text does not show, with their ids."""
+        return self._vocabulary.special
+
     def detokenizer(self, *, after: Sequence[int] | Tensor = ()) -> Detokenizer:
         """A fresh detokenizer; `after` as in `decode`."""
         return Detokenizer(self._vocabulary, after=after)
@@ -245,6 +250,16 @@ class Detokenizer:
         """Whether nothing is held back: all tokens so far are whole characters."""
         return self._settled[-1] == len(self._settled) - 1
 
+    @property
+    def held(self) -> str:
+        """What is held back, as it would be if the text ended here."""
+        n = len(self._settled) - 1
+        m = self._settled[n]
+        if m == n:
+            return ""
+        # Whole characters before an unfinished one have been released.
+        return self._stream.tail(self._tokens, self._begin + m, self._begin + n)[self._chars[n] - self._chars[m] :]
+
     def push(self, tokens: Sequence[int] | Tensor) -> str:
         """Takes the next tokens; returns the text that has become certain, which may be empty."""
         released = []
@@ -322,10 +337,16 @@ class _Vocabulary:
         self._bytes: dict[int, bytes] = {}
         self._is_sentencepiece = tokenizer.backend == "sentencepiece"
         self._special: set[str] = set()
+        self.special: dict[str, int] = {}
         self._is_local = self._has_byte_tokens = True
         self._is_byte_level = False
-        if not self._is_sentencepiece:
-            self._special = {token.content for token in processor.get_added_tokens_decoder().values() if token.special}
+        if self._is_sentencepiece:
+            controls = [id_ for id_ in range(processor.get_piece_size()) if processor.is_control(id_)]
+            self.special = {processor.id_to_piece(id_): id_ for id_ in controls}
+        else:
+            added = processor.get_added_tokens_decoder()
+            self.special = {token.content: id_ for id_, token in added.items() if token.special}
+            self._special = set(self.special)
             steps = _decoders(processor.decoder)
             kinds = [step["type"] for step in steps]
             self._is_byte_level = [kind for kind in kinds if kind != "Fuse"] == ["ByteLevel"]

@@ -52,6 +52,24 @@ def assert_rows_keep_their_bits(model: GPT, positions: tuple[int, ...] = POSITIO
             assert not moved, f"width {width}, position {position}: (kv_length, row, junk) -> off by {moved}"
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_row_keeps_its_bits_in_a_block_of_many_rows(name: str, width: int = 72) -> None:
+    """Such a block is as long as a chunk of a prompt, and still no chunk."""
+    model = model_of(name, torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(VOCAB, (400,), generator=generator)
+    cache = model.make_cache(300, width=width)
+    position = 200
+    model.prefill(text[None, :position], cache)
+    model.verify(text[None, position - width : position], torch.tensor([position - width]), cache)
+    found = []
+    for row in (0, 5, width // 2, width - 1):
+        rows = text[position - row : position - row + width].clone()
+        rows[row + 1 :] = torch.randint(VOCAB, (width - row - 1,), generator=generator)
+        found.append(model.verify(rows[None], torch.tensor([position - row]), cache)[0, row])
+    assert all(torch.equal(logits, found[0]) for logits in found[1:])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_row_keeps_its_bits_in_every_family(name: str, dtype: torch.dtype) -> None:
@@ -162,6 +180,34 @@ def test_no_thread_count_and_no_odd_width_moves_a_row_of_an_mlp(mlp: str, thread
                 assert torch.equal(y, y[:1].expand_as(y)), f"{size} wide, {width} rows"
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("width", [65, 72, 144])
+@pytest.mark.parametrize("router", ["plain", "grouped"])
+def test_experts_keep_a_rows_bits_in_a_block_as_long_as_a_prompts_chunk(router: str, width: int) -> None:
+    grouped = dict(n_expert_groups=2, n_topk_groups=2, n_topk_scores_per_group=2, routed_scaling_factor=1.5)
+    config = Config(
+        mlp_class_name="LLaMAMoE",
+        n_embd=256,
+        n_head=4,
+        n_expert=8,
+        n_expert_per_token=2,
+        moe_intermediate_size=500,
+        **(grouped if router == "grouped" else {}),
+    )
+    module = build_mlp(config, 0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        randomise(module, generator)
+    module.bind()
+    row = torch.randn(256, generator=generator)
+    found = []
+    for place in (0, 1, width // 2, width - 1):
+        block = torch.randn(width, 256, generator=generator)
+        block[place] = row
+        with torch.no_grad():
+            found.append(module(block)[place])
+    assert all(torch.equal(y, found[0]) for y in found[1:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

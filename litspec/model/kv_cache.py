@@ -139,6 +139,8 @@ class Step:
         sequences: whose they are, `(N,)`; not read where there is one.
         rope: per rope base the rows' `(cos, sin)`, each `(N, 1, n)`.
         masks: for each kind the additive mask, see `KVCache.mask`; of a single row one copy serves for all.
+        exact: whether a row must keep its bits wherever it stands, as in a block to verify. Chunks of a prompt are
+            always cut the same way and need no such care.
     """
 
     batch_size: int
@@ -148,9 +150,19 @@ class Step:
     sequences: Tensor
     rope: tuple[tuple[Tensor, Tensor], ...]
     masks: dict[MaskKind, Tensor]
+    exact: bool
 
     @classmethod
-    def at(cls, cache: KVCache, input_pos: Tensor, width: int, kv_length: int, kinds: Collection[MaskKind]) -> Step:
+    def at(
+        cls,
+        cache: KVCache,
+        input_pos: Tensor,
+        width: int,
+        kv_length: int,
+        kinds: Collection[MaskKind],
+        *,
+        exact: bool,
+    ) -> Step:
         """The step of `width` rows from `input_pos` `(B,)` on, reading `kv_length` slots."""
         positions = input_pos.unsqueeze(1) + cache.slots[:width]
         flat = positions.flatten()
@@ -163,6 +175,7 @@ class Step:
             flat if len(positions) == 1 else _sequences(positions),
             rope,
             {kind: cache.mask(positions, kv_length, kind) for kind in kinds},
+            exact,
         )
 
     def write(self, buffer: Tensor, new: Tensor) -> None:
