@@ -466,7 +466,7 @@ def test_broken_files_of_the_tokenizer_are_named(tmp_path: Path) -> None:
         ("tokenizer_config.json", json.dumps({"tokenizer_class": "T", "eos_token": "<nowhere>"}), "<nowhere>"),
         ("generation_config.json", "eos: 2", "not valid JSON"),
         ("generation_config.json", "[2]", "must hold a JSON object"),
-        ("prompt_style.yaml", "class_path: no.such.Style", "no prompt style"),
+        ("prompt_style.yaml", "class_path: no.such.Style", "none of LitGPT's prompt styles"),
         ("prompt_style.yaml", "{", "no prompt style"),
     ]
     for number, (name, content, reason) in enumerate(cases):
