@@ -14,7 +14,7 @@ from litgpt.config import Config
 from torch import Tensor, nn
 
 from litspec.errors import InputError
-from litspec.model.attention import CausalSelfAttention, MultiheadLatentAttention, mask_kind
+from litspec.model.attention import MAX_FOLDED_ROWS, CausalSelfAttention, MultiheadLatentAttention, mask_kind
 from litspec.model.bound import bound
 from litspec.model.kv_cache import SMALLEST_COMPILED, KVCache, Step, kv_bucket
 from litspec.model.mlp import build_mlp
