@@ -159,6 +159,10 @@ def test_the_command_writes_layers_to_a_folder_that_drafts_alike(tmp_path, capsy
     with pytest.raises(SystemExit) as exit_:
         main(flags)
     assert exit_.value.code == 2 and "holds weights already (model.safetensors)" in capsys.readouterr().err
+    for given, said in ((flags[:3], "out_dir"), ([*flags[:2], str(tmp_path / "no"), *flags[3:]], "(checkpoint_dir)")):
+        with pytest.raises(SystemExit) as exit_:
+            main(given)
+        assert exit_.value.code == 2 and said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 
+from litspec.arguments import spelled_out
 
+
+@spelled_out(flags=True)
 def extract_mtp(checkpoint_dir: str, out_dir: str) -> int:
     """Writes the MTP layers of a target's Hugging Face checkpoint to a folder of their own, to draft with.
 
