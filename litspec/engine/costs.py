@@ -96,8 +96,8 @@ class Trial:
         self._slot = Slot(text, target, draft, sampler, choose_k, name, taps)
         with torch.inference_mode():
             prepare(self._slot, slots)
-            prefill(self._slot, prompt[:-1])
-        text.commit([prompt[-1]])
+            # A token of the target's own, not the prompt's last: the drafter has been told of it.
+            text.commit(prefill(self._slot, prompt[:-1]))
 
     @torch.inference_mode()
     def verify(self, rows: int) -> None:
