@@ -228,9 +228,7 @@ def test_verify_names_a_difference_and_exits_1(
 
     real = GreedySampler.verify
 
-    def believes_drafts(
-        self, logits, position, tokens, q=None
-    ):  # the fault: everything proposed is accepted
+    def believes_drafts(self, logits, position, tokens, q=None):  # the fault: everything proposed is accepted
         verified = real(self, logits, position, tokens, q)
         n = int((tokens >= 0).sum())  # the rest of the block is padding
         return verified._replace(tokens=torch.cat((tokens[:n], verified.tokens[n:])), accepted=torch.tensor(n))

@@ -40,7 +40,9 @@ class Layers(GPT):
     def run(self, layer: int, x: Tensor, input_pos: int, cache: KVCache) -> Tensor:
         """Rows `x` through one layer, whose keys and values are written at `input_pos` and behind it: `(N, C)`."""
         size = x.size(0)
-        step = self._step(cache, cache.slots[input_pos : input_pos + 1], size, cache.bucket(input_pos + size), exact=False)
+        step = self._step(
+            cache, cache.slots[input_pos : input_pos + 1], size, cache.bucket(input_pos + size), exact=False
+        )
         block = cast(Callable[..., Tensor], self._blocks[layer])
         return block(x, step, cache.k[layer], cache.v[layer])
 
