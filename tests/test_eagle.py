@@ -365,6 +365,21 @@ def test_what_does_not_fit_is_refused_with_a_sentence_that_names_both_numbers(tm
         load_eagle(write_folder(tmp_path, CONFIG | fields, weights), TARGET)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sliding_window": 4096, "model_type": "mistral"},
+        {"sliding_window": 32, "model_type": "llama"},
+        {"sliding_window": 32, "model_type": "qwen3", "use_sliding_window": False},
+        {"sliding_window": 32, "layer_types": ["full_attention"]},
+    ],
+)
+def test_a_window_that_no_text_reaches_or_that_is_off_is_no_window(tmp_path: Path, fields: dict[str, Any]) -> None:
+    text = Told(recorded_head(tmp_path, **fields), TARGET, TOKENS, STATES)
+    text.tell(12)
+    assert text.propose(4)[0] == RECORDED["drafts"][0].tolist()
+
+
 def test_files_that_are_missing_damaged_or_would_run_code_are_refused(tmp_path):
     with pytest.raises(InputError, match=r"config\.json.* cannot be read as JSON: .*No such file"):
         load_eagle(tmp_path, TARGET)

@@ -37,14 +37,14 @@ def number(config: Mapping[str, Any], name: str, folder: Path) -> int:
     return value
 
 
-def nested(config: Mapping[str, Any], name: str, folder: Path) -> Mapping[str, Any]:
+def nested(config: Mapping[str, Any], name: str, folder: Path) -> dict[str, Any]:
     """The fields that `config.json` has below a name; none where the name is missing.
 
     Raises:
         InputError: Where something else stands there.
     """
     value = config.get(name) or {}
-    if not isinstance(value, Mapping):
+    if not isinstance(value, dict):
         raise InputError(f"config.json in {str(folder)!r} must give {name} as an object, got {value!r}.")
     return value
 
