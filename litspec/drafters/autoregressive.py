@@ -106,7 +106,8 @@ class ModelDrafts:
         inputs = sampler.inputs(rows.device, first, n)
         # Positions are on the device already.
         places = cache.slots[input_pos : first + n]
-        return self._runner.run(self._key(rows.size(0), n, cache, kv_length), draft, cache, rows, places, inputs)
+        key = self._key(rows.size(0), n, cache, kv_length) if self._runner.compiles else None
+        return self._runner.run(key, draft, cache, rows, places, inputs)
 
 
 def _joined(found: Sequence[Proposal]) -> Proposal:

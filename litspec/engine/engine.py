@@ -93,6 +93,11 @@ class Engine:
                 f"A text of up to {request.max_length} tokens does not fit an engine for {self.max_length}; make one "
                 "with a larger max_length."
             )
+        if not 1 <= len(request.prompt) < request.max_length:
+            raise InputError(
+                f"A text needs a prompt of at least one token and room for one more; got {len(request.prompt)} tokens "
+                f"and max_length = {request.max_length}."
+            )
         self._handles += 1
         self._waiting.append((self._handles, request))
         return self._handles
