@@ -113,16 +113,16 @@ def test_a_compiled_text_is_what_uncompiled_steps_write(llm: SpecLLM, pair: tupl
 
 
 def test_a_longer_text_builds_what_it_needs_at_its_beginning(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    config = tiny_config(block_size=600)
+    config = tiny_config(block_size=1200)
     target = write_checkpoint(tmp_path / "target", config, weights=lively_weights(config))
     llm = SpecLLM.load(target, drafter="prompt_lookup", verify_width=2, compile=True)
     uncompiled = SpecLLM.load(target, drafter="none", verify_width=2)
     settings = dict(temperature=0.0, max_new_tokens=100)
     short = llm.generate("abcabc", **settings)
-    assert len(llm.runner) == 1  # 256 slots
-    out = llm.generate("abcabc" * 60, **settings)
-    assert len(llm.runner) == 3  # 256 and 512, of a longer cache
-    assert out.token_ids == uncompiled.generate("abcabc" * 60, **settings).token_ids
+    assert len(llm.runner) == 1  # 512 slots
+    out = llm.generate("abcabc" * 120, **settings)
+    assert len(llm.runner) == 3  # 512 and 1,024, of a longer cache
+    assert out.token_ids == uncompiled.generate("abcabc" * 120, **settings).token_ids
     assert llm.generate("abcabc", **settings).token_ids == short.token_ids
 
 
@@ -347,6 +347,6 @@ def test_verify_holds_compiled_steps_to_the_same_promise(
     report = json.loads(capsys.readouterr().out)
     assert exit_.value.code in (0, None) and report["passed"]
     assert [check["detail"][:3] for check in report["checks"][:6]] == ["2/2"] * 6
-    assert len(report["checks"]) == 8 and "3 contexts" in report["checks"][7]["detail"]
+    assert len(report["checks"]) == 10 and "3 contexts" in report["checks"][9]["detail"]
     # Three samplers verify; the draft model drafts with each, once more a single token, and early exit with two.
     assert len(set(compiled)) == 3 + 4 + 2 and len(compiled) > 100
