@@ -164,6 +164,27 @@ def test_weights_are_left_as_they_are_where_columns_do_not_pay(
     assert all(m.weight.is_contiguous() for m in model.modules() if type(m) is torch.nn.Linear)
 
 
+class ByCount(torch.nn.Linear):
+    """A layer whose result depends on how many rows it is given, as that of a library with kernels by shape does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 + len(x) / 1000)
+
+
+def test_experts_see_all_rows_of_a_block_of_any_width() -> None:
+    sizes = dict(n_embd=32, n_head=2, n_expert=4, n_expert_per_token=2, moe_intermediate_size=48, intermediate_size=48)
+    module = build_mlp(Config(mlp_class_name="LLaMAMoE", bias=False, **sizes), 0)
+    for expert in module.experts:
+        for layer in (expert.fc_1, expert.fc_2, expert.proj):
+            layer.__class__ = ByCount
+    module.bind()
+    own = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    for width in (8, 65, 72, 200):
+        blocks = [torch.randn(width, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(1, 5)]
+        first, *others = (module(torch.cat((own, block[5:])))[:5] for block in blocks)
+        assert all(torch.equal(first, other) for other in others), width
+
+
 @pytest.mark.parametrize("threads", [2, 3, 4])
 @pytest.mark.parametrize("mlp", ["LLaMAMLP", "GemmaMLP", "GptNeoxMLP"])
 def test_no_thread_count_and_no_odd_width_moves_a_row_of_an_activation(mlp: str, threads: int) -> None:
