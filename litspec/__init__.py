@@ -2,8 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
+from litspec import lifeline
+
 __version__ = "0.1.0"
 __all__ = ["Completion", "SpecLLM", "__version__"]
+
+lifeline.hold()
 
 if TYPE_CHECKING:
     from litspec.llm import Completion, SpecLLM

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
@@ -12,11 +13,19 @@ from jsonargparse import ArgumentParser, set_parsing_settings
 
 from litspec import __version__
 from litspec.commands.bench import bench
+from litspec.commands.extract_mtp import extract_mtp
 from litspec.commands.generate import generate
 from litspec.commands.verify import verify
+from litspec.errors import InputError
 from litspec.flags import HelpFormatter, add_flags, joined
+from litspec.lifeline import check_environment
 
-COMMANDS: dict[str, Callable[..., int]] = {"generate": generate, "verify": verify, "bench": bench}
+COMMANDS: dict[str, Callable[..., int]] = {
+    "generate": generate,
+    "verify": verify,
+    "bench": bench,
+    "extract_mtp": extract_mtp,
+}
 
 
 class Parser(ArgumentParser):
@@ -52,11 +61,17 @@ def build_parser() -> ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs the command line and exits: 0, 2 for input that cannot be used, 1 for a lost rank, 130 after Ctrl-C."""
+    """Runs the command line and exits: 0, 2 for input that cannot be used or a lost rank, 130 after Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    # A file or pipe on Windows, or a bare locale, may lack a character of the text: better another one than no text.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
     if argv and argv[0] in COMMANDS:
         argv = joined(argv, COMMANDS[argv[0]])
     try:
+        if sys.stdout is None:
+            raise InputError("stdout is closed; give the text a place to go, such as a file or /dev/null.")
+        check_environment()
         parsed = build_parser().parse_args(argv)
         values = vars(parsed[parsed.command])
         values.pop("config", None)
@@ -70,14 +85,26 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     except Exception as error:
-        from litspec.errors import InputError
-        from litspec.placement import LostRank
+        if isinstance(error, OSError) and _stdout_failed():
+            error = InputError(f"stdout cannot be written: {error.strerror}.")
+        if not isinstance(error, InputError):
+            from litspec.placement import LostRank  # takes long to import, and fails where lightning does
 
-        if not isinstance(error, (InputError, LostRank)):
-            raise
+            if not isinstance(error, LostRank):
+                raise
         print(f"litspec: {error}", file=sys.stderr)
-        code = 2 if isinstance(error, InputError) else 1
+        code = 2
     sys.exit(code)
+
+
+def _stdout_failed() -> bool:
+    """Whether what stdout holds cannot be written; it is dropped then, lest the interpreter tries again at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 if __name__ == "__main__":

@@ -409,7 +409,7 @@ def measure(
     summarize(runs, measured, parts)
     settings |= dict(
         target=config.name,
-        draft=llm.placed.draft_model.config.name if "draft_model" in drafters else None,
+        draft=llm.draft_name if "draft_model" in drafters else None,
         exit_layer=exit_layer,
         device=str(llm.placed.device),
         dtype=str(next(llm.placed.model.parameters()).dtype).removeprefix("torch."),

@@ -32,6 +32,9 @@ from litspec.errors import InputError
 
 WEIGHTS = "lit_model.pth"
 _SIZES = ("block_size", "n_layer", "n_embd", "n_head", "n_query_groups", "head_size", "vocab_size", "padded_vocab_size")
+_SIZES += ("intermediate_size", "moe_intermediate_size", "padding_multiple", "sliding_window_size", "rope_base")
+_SIZES += ("rope_condense_ratio", "attention_scores_scalar")
+_LARGEST = 1e12  # of any number in a config: beyond it sizes cannot even be multiplied
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,19 @@ def _check_present(folder: Path, names: tuple[str, ...], role: str) -> None:
         if (folder / name).is_file():
             open(folder / name, "rb").close()
             return
+        _check_plain(folder / name, role)
     raise InputError(f"{role} {str(folder)!r} has no {' or '.join(names)}; a LitGPT checkpoint folder holds one.")
+
+
+def _check_plain(path: Path, role: str) -> None:
+    """Raises InputError for a link that leads nowhere, and for a pipe or a device, which would never end."""
+    if path.is_symlink() and not path.exists():
+        raise InputError(
+            f"{str(path)!r} ({role}) is a link to {os.readlink(path)!r}, which does not exist; put the file there, or "
+            "its content here."
+        )
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise InputError(f"{str(path)!r} ({role}) is a pipe or a device; it must be a plain file.")
 
 
 def _check_weights_file(folder: Path, role: str) -> None:
@@ -124,6 +139,7 @@ def _check_weights_file(folder: Path, role: str) -> None:
             f"{str(path)!r} ({role}) is a folder, as sharded training writes it; make one file of it with "
             f"`fabric consolidate {path}`."
         )
+    _check_plain(path, role)
     if not path.is_file():
         raise InputError(f"{role} {str(folder)!r} has no {WEIGHTS}{_what_else(folder)}.")
     with open(path, "rb") as file:
@@ -169,6 +185,8 @@ def _read_config(path: Path, role: str) -> Config:
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise InputError(f"{what} is not valid YAML: {error.problem}{line}.") from error
+    except RecursionError as error:
+        raise InputError(f"{what} is nested too deep to be LitGPT's; it holds names and values.") from error
     except (yaml.YAMLError, ValueError, OSError) as error:
         raise InputError(f"{what} cannot be read: {_one_line(error)}.") from error
     if not isinstance(fields, dict):
@@ -176,13 +194,15 @@ def _read_config(path: Path, role: str) -> Config:
         raise InputError(f"{what} holds {held}; it must hold the fields of LitGPT's Config.")
     hints = typing.get_type_hints(Config)
     if unknown := [name for name in fields if name not in hints]:
-        raise InputError(f"{what} has the field {unknown[0]!r}, which LitGPT's Config does not know.")
+        raise InputError(f"{what} has the field {_one_line(repr(unknown[0]))}, which LitGPT's Config does not know.")
     for name, value in fields.items():
         if not _has_type(value, hints[name]):
             kind = str(getattr(hints[name], "__name__", hints[name])) if type(hints[name]) is type else str(hints[name])
-            raise InputError(f"{what} has {name}: {value!r}; it must be {kind.replace('typing.', '')}.")
+            raise InputError(f"{what} has {name}: {_one_line(repr(value))}; it must be {kind.replace('typing.', '')}.")
         if name in _SIZES and value is not None and value < 1:
             raise InputError(f"{what} has {name}: {value}; it must be at least 1.")
+        if isinstance(value, (int, float)) and not 0 <= value < _LARGEST:
+            raise InputError(f"{what} has {name}: {value}; it must be a number from 0 to {_LARGEST:.0e}.")
     try:
         return Config(**fields)
     except AssertionError as error:
@@ -190,8 +210,32 @@ def _read_config(path: Path, role: str) -> Config:
         line = traceback.extract_tb(error.__traceback__)[-1].line or ""
         must = line.removeprefix("assert ").replace("self.", "") or "its sizes to agree"
         raise InputError(f"{what} contradicts itself; LitGPT needs {must}.") from error
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
         raise InputError(f"{what} does not describe a model: {_one_line(error)}.") from error
+
+
+def check_sizes(checkpoint: Checkpoint) -> None:
+    """Compares the sizes of the config with what the file of weights can hold, before a model of them is built.
+
+    Raises:
+        InputError: Names the first size that it cannot hold.
+    """
+    config, what = checkpoint.config, f"{str(checkpoint.dir / 'model_config.yaml')!r} ({checkpoint.role})"
+    held = checkpoint.weights.stat().st_size
+    head_size = 1 if config.latent_attention else config.head_size
+    sizes = {
+        "n_layer": config.n_layer,  # each has at least a byte
+        "padded_vocab_size x n_embd": config.padded_vocab_size * config.n_embd,
+        "n_layer x n_head x head_size": config.n_layer * config.n_head * head_size,
+        "intermediate_size": config.intermediate_size,
+        "n_expert x moe_intermediate_size": config.n_expert * (config.moe_intermediate_size or 1),
+    }
+    for name, size in sizes.items():
+        if size > held:
+            raise InputError(
+                f"{what} has {name} = {size:,}, which cannot fit the {held:,} bytes of {WEIGHTS}; give the config and "
+                "the weights of one model."
+            )
 
 
 def _has_type(value: Any, hint: Any) -> bool:
@@ -254,7 +298,7 @@ def _refused_pickle(message: str, folder: Path) -> str:
         return f"holds more than weights ({name}), as training saves them; {_extract(folder)}"
     if name:
         return f"would run code when loaded ({name}), which is refused; a checkpoint may hold tensors only"
-    return f"is damaged, or would run code when loaded, and is refused: {_one_line(message, 120)}"
+    return "is damaged, or would run code when loaded, and is refused; download or convert the checkpoint again"
 
 
 def _check_names(weights: Mapping[Any, Any], what: str, folder: Path) -> None:
@@ -274,6 +318,9 @@ def _check_names(weights: Mapping[Any, Any], what: str, folder: Path) -> None:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
             raise InputError(f"{what} holds {name!r} as {kind}; it must hold floating-point tensors.")
+        if value.layout != torch.strided or value.is_meta:
+            kind = "a tensor without content" if value.is_meta else str(value.layout)
+            raise InputError(f"{what} holds {name!r} as {kind}; it must hold dense tensors.")
 
 
 def _with_current_names(weights: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
@@ -375,7 +422,7 @@ def _settle_tables(model: nn.Module, device: torch.device | str | None) -> None:
 
 
 def load_tokenizer(checkpoint_dir: Path, *, role: str = "checkpoint_dir") -> Tokenizer:
-    """LitGPT's tokenizer of a folder.
+    """LitGPT's tokenizer of a folder, without the folder's settings for training.
 
     Raises:
         InputError: When a file that it is made from is missing or broken.
@@ -389,12 +436,22 @@ def load_tokenizer(checkpoint_dir: Path, *, role: str = "checkpoint_dir") -> Tok
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of JSON that LitGPT repairs: the caller hears of it another way
-            return Tokenizer(checkpoint_dir)
+            return _for_inference(Tokenizer(checkpoint_dir))
     except Exception as error:  # the tokenizers library raises nothing narrower
         names = ("tokenizer.json", "tokenizer.model")
         name = next((name for name in names if (checkpoint_dir / name).is_file()), " or ".join(names))
         what = f"{str(checkpoint_dir / name)!r} ({role})"
         raise InputError(f"{what} cannot be loaded as a tokenizer: {_one_line(error)}.") from error
+
+
+def _for_inference(tokenizer: Tokenizer) -> Tokenizer:
+    """Switches off what `tokenizer.json` keeps from training: prompts would be cut, filled up, or split by chance."""
+    if tokenizer.backend == "huggingface":
+        tokenizer.processor.no_truncation()
+        tokenizer.processor.no_padding()
+        if getattr(tokenizer.processor.model, "dropout", None):  # of BPE's merges
+            tokenizer.processor.model.dropout = None
+    return tokenizer
 
 
 def read_generation_config(checkpoint_dir: Path, *, role: str = "checkpoint_dir") -> tuple[dict[str, Any], bool]:
@@ -404,7 +461,11 @@ def read_generation_config(checkpoint_dir: Path, *, role: str = "checkpoint_dir"
         InputError: When the file cannot be read even so.
     """
     path = checkpoint_dir / "generation_config.json"
-    return _read_json(path, role, repair=True) if path.is_file() else ({}, False)
+    content, repaired = _read_json(path, role, repair=True) if path.is_file() else ({}, False)
+    bos = content.get("bos_token_id")
+    if bos is not None and (not isinstance(bos, int) or isinstance(bos, bool)):
+        raise InputError(f"{str(path)!r} ({role}) has bos_token_id: {_one_line(repr(bos), 60)}; it must be an integer.")
+    return content, repaired
 
 
 def _read_json(path: Path, role: str, repair: bool = False) -> tuple[dict[str, Any], bool]:
@@ -417,7 +478,9 @@ def _read_json(path: Path, role: str, repair: bool = False) -> tuple[dict[str, A
             if not repair:
                 raise
             content, repaired = fix_and_load_json(text), True
-    except (ValueError, OSError, RecursionError) as error:
+    except OSError as error:
+        raise InputError(f"{str(path)!r} ({role}) cannot be read: {error.strerror or error}.") from error
+    except (ValueError, RecursionError, IndexError) as error:
         raise InputError(f"{str(path)!r} ({role}) is not valid JSON: {_one_line(error)}.") from error
     if not isinstance(content, dict):
         raise InputError(f"{str(path)!r} ({role}) holds a {type(content).__name__}; it must hold a JSON object.")

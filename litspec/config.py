@@ -5,7 +5,8 @@ field decides stands in its metadata, `decides`:
 
     "texts"      it may change the text
     "proposals"  it changes who proposes what; a text depends on that only by the rejection sampler
-    "placing"    where weights lie; what of it changes bits is asked of the loaded pair (`jobs.deciding.resolved`)
+    "placing"    where weights lie, and whom one trusts; what of it changes bits is asked of the loaded pair
+                 (`jobs.deciding.resolved`)
 
 Where a flag cannot give all that Python can, `flag` is the flag's type.
 """
@@ -59,7 +60,10 @@ class LoadConfig:
     draft_dir: str | Path | None = field(
         default=None,
         metadata=_about(
-            "proposals", "Folder of the draft model, whose tokenizer must be the target's.", flag=str | None
+            "proposals",
+            "Folder of the draft model, whose tokenizer must be the target's, or of a drafter that was published for "
+            "the target (see `litspec.drafters.folders`); its files tell which.",
+            flag=str | None,
         ),
     )
     _: KW_ONLY
@@ -68,9 +72,9 @@ class LoadConfig:
         metadata=_about(
             "proposals",
             "Who proposes: draft_model (a smaller model), prompt_lookup (the text itself), lookup_then_model (the text "
-            "where its last tokens occurred before, else the model), early_exit (the target's own first layers), none, "
-            "or in Python an object of the protocol in `litspec.drafters`. auto is the draft model where there is one, "
-            "else prompt_lookup.",
+            "where its last tokens occurred before, else the model), suffix (this text and earlier outputs of the "
+            "loaded pair), early_exit (the target's own first layers), none, or in Python an object of the protocol in "
+            "`litspec.drafters`. auto is what draft_dir holds where it is given, else prompt_lookup.",
             flag=DrafterName,
         ),
     )
@@ -135,6 +139,11 @@ class LoadConfig:
             "length: seconds to minutes once, for more tokens a second. Where two tokens are nearly equal the text "
             "may be another than without; with and without a drafter it is the same.",
         ),
+    )
+
+    trust_prompt_style: bool = field(
+        default=False,
+        metadata=_about("placing", "Let prompt_style.yaml name a class that is not LitGPT's own; its code is run."),
     )
 
     def __post_init__(self) -> None:
@@ -224,6 +233,9 @@ class GenerateConfig:
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if "" in stops:
             raise InputError("A stop string is empty; give at least one character.")
+        for stop in stops:
+            if any("\ud800" <= char <= "\udfff" for char in stop):
+                raise InputError(f"The stop string {stop!r} can never come: it holds half of a surrogate pair.")
         object.__setattr__(self, "stop", stops)
 
 

@@ -99,8 +99,12 @@ def add_flags(parser: ArgumentParser, function: Callable[..., Any]) -> None:
             more["action"] = Append
         if value.hint is bool:
             more |= {"nargs": "?", "const": True, "metavar": "{true,false}"}  # the flag alone means true
+        if parameter.default is inspect.Parameter.empty:
+            more["required"] = True
+        else:
+            more["default"] = parameter.default
         help_ = " ".join((helps.get(name) or "").split()).replace("%", "%%")
-        parser.add_argument(f"--{name}", type=value, default=parameter.default, help=help_, **more)
+        parser.add_argument(f"--{name}", type=value, help=help_, **more)
 
 
 def joined(argv: Sequence[str], function: Callable[..., Any]) -> list[str]:

@@ -16,6 +16,7 @@ from litspec.checkpoint import PairReport, check_pair, open_checkpoint
 from litspec.config import GenerateConfig, LoadConfig, check_k
 from litspec.demo import DEMO_DRAFT, DEMO_TARGET
 from litspec.drafters import AdaptiveK, Drafter, FixedK, SpeculativeK, make_drafter
+from litspec.drafters.folders import kind_of, load_published
 from litspec.drafters.speculative_k import Acceptance, RoundCosts
 from litspec.engine.costs import modelled
 from litspec.engine.engine import Engine, Request
@@ -124,6 +125,7 @@ class SpecLLM:
         drafter: Drafter | None,
         pair: PairReport | None = None,
         embedded: bool = False,
+        published: Drafter | None = None,
     ) -> None:
         self.placed = placed
         self.codec = codec
@@ -135,6 +137,7 @@ class SpecLLM:
         ]
         self._pair = pair
         self._embedded = embedded
+        self._published = published
         self._idle: Engine | None = None  # the last text's, kept for its memory and its prompt
         # What rounds cost, and how many proposals were accepted so far, by drafter and how tokens are chosen.
         self._costs: dict[tuple[object, ...], RoundCosts] = {}
@@ -161,8 +164,9 @@ class SpecLLM:
         target = open_checkpoint(checkpoint_dir, role="checkpoint_dir")
         if drafter not in ("auto", "draft_model"):
             draft_dir = None  # not needed, so not read
-        draft = open_checkpoint(draft_dir, role="draft_dir") if draft_dir is not None else None
-        codec = TextCodec(target.dir, target.config)
+        kind = kind_of(draft_dir, target.dir) if draft_dir is not None else "litgpt"
+        draft = open_checkpoint(draft_dir, role="draft_dir") if draft_dir is not None and kind == "litgpt" else None
+        codec = TextCodec(target.dir, target.config, trust_prompt_style=config.trust_prompt_style)
         pair = check_pair(target, draft) if draft is not None else None
         placed = place(
             target,
@@ -179,8 +183,9 @@ class SpecLLM:
             verify_width=config.verify_width,
             compile=config.compile,
         )
-        chosen = make_drafter(drafter, placed, pair=pair, exit_layer=config.exit_layer)
-        return cls(placed, codec, chosen, pair, embedded)
+        published = load_published(draft_dir, kind, placed.model) if draft_dir is not None and draft is None else None
+        chosen = make_drafter(drafter, placed, pair=pair, published=published, exit_layer=config.exit_layer)
+        return cls(placed, codec, chosen, pair, embedded, published)
 
     def with_drafter(
         self, drafter: DrafterName | Drafter, *, exit_layer: int | None = None, verify_width: int | None = None
@@ -192,8 +197,8 @@ class SpecLLM:
         width = self.verify_width if verify_width is None else verify_width
         LoadConfig(drafter=drafter, exit_layer=exit_layer, verify_width=width)  # checks them
         placed = self.placed if verify_width is None else replace(self.placed, verify_width=verify_width)
-        chosen = make_drafter(drafter, placed, pair=self._pair, exit_layer=exit_layer)
-        return SpecLLM(placed, self.codec, chosen, self._pair, self._embedded)
+        chosen = make_drafter(drafter, placed, pair=self._pair, published=self._published, exit_layer=exit_layer)
+        return SpecLLM(placed, self.codec, chosen, self._pair, self._embedded, self._published)
 
     def compiled(self) -> SpecLLM:
         """The same weights and the same kind of drafter, with compiled steps; see `load`.
@@ -204,7 +209,14 @@ class SpecLLM:
         if any(isinstance(module, PackedLinear) for module in self.placed.model.modules()):
             raise InputError("compiled() needs weights as they are in the file; load with compile=True instead.")
         placed = replace(self.placed, runner=CompiledRunner(self.placed.device))
-        return SpecLLM(placed, self.codec, self.drafter, self._pair, self._embedded)
+        return SpecLLM(placed, self.codec, self.drafter, self._pair, self._embedded, self._published)
+
+    @property
+    def draft_name(self) -> str | None:
+        """The model that draft_dir holds, or the kind of a published drafter; None where there is neither."""
+        if self.placed.draft_model is not None:
+            return self.placed.draft_model.config.name
+        return None if self._published is None else self._published.name
 
     @property
     def compile_seconds(self) -> float:
@@ -289,9 +301,11 @@ class SpecLLM:
         stop_tokens = self.codec.stop_tokens
         stop_ids = [sequence[0] for sequence in stop_tokens if len(sequence) == 1]
         tokens_stop = StopTokens(stop_tokens, ignore_first=min_new_tokens)
-        strings = (
-            StopStrings(settings.stop, self.codec.detokenizer(after=ids), min_new_tokens) if settings.stop else None
-        )
+        strings = None
+        if settings.stop:
+            special, vocab_size = self.codec.special_tokens, self.placed.model.config.padded_vocab_size
+            detokenizer = self.codec.detokenizer(after=ids)
+            strings = StopStrings(settings.stop, detokenizer, min_new_tokens, special=special, vocab_size=vocab_size)
         sampler = make_sampler(
             sampling,
             seed=text_seed(settings.seed, index),

@@ -6,8 +6,10 @@ the prompt is none, one that spans two rounds is one.
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from litspec.errors import InputError
@@ -36,6 +38,9 @@ class TextMatcher(Protocol):
     """The part of `text.Detokenizer` that stop strings need."""
 
     text: str
+
+    @property
+    def held(self) -> str: ...
 
     def push(self, tokens: Sequence[int]) -> str: ...
 
@@ -114,8 +119,78 @@ class StopTokens:
         return Verdict(self._seen - self._depth[self._state], None)
 
 
+class _Needles:
+    """Strings that are looked for in a text that grows.
+
+    Args:
+        strings: What to look for.
+    """
+
+    def __init__(self, strings: Iterable[str]) -> None:
+        self.strings = tuple(dict.fromkeys(strings))
+        self.longest = max(map(len, self.strings), default=0)
+        self.first = 0  # nothing before it counts
+
+    def find(self, text: str, before: int) -> int | None:
+        """Where the first string begins that ends behind the first `before` characters."""
+        begin = max(self.first, before - self.longest + 1)
+        return min((at for string in self.strings if (at := text.find(string, begin)) >= 0), default=None)
+
+    def partial(self, text: str) -> int:
+        """Characters at the end of the text with which some string begins."""
+        for size in range(min(self.longest - 1, len(text) - self.first), 0, -1):
+            if any(string.startswith(text[len(text) - size :]) for string in self.strings):
+                return size
+        return 0
+
+
+class _MarkedText:
+    """The text with a mark for each special token that some stop string names; the text itself shows none of them.
+
+    A mark is half of a surrogate pair, which no text holds.
+
+    Args:
+        names: Special tokens that are named, with their ids.
+    """
+
+    def __init__(self, names: Mapping[str, int]) -> None:
+        marks = {name: chr(0xD800 + i) for i, name in enumerate(names)}
+        self.mark_of = {id_: marks[name] for name, id_ in names.items()}
+        self._marks = marks
+        self._names = re.compile("|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)))
+        self.text = ""
+        self._places: list[int] = []  # of the marks in it
+        self._coming: list[tuple[int, str]] = []  # behind so many characters of the text, which have not all come
+
+    def translate(self, string: str) -> str:
+        """A stop string with marks for the special tokens that it names."""
+        return self._names.sub(lambda name: self._marks[name[0]], string)
+
+    def grow(self, text: str) -> None:
+        """Takes up the text's new end, `text` being all of it."""
+        size = len(self.text) - len(self._places)
+        while self._coming and self._coming[0][0] <= len(text):
+            place, mark = self._coming.pop(0)
+            self.text += text[size:place]
+            self._places.append(len(self.text))
+            self.text += mark
+            size = max(size, place)
+        self.text += text[size:]
+
+    def mark(self, id_: int, place: int) -> None:
+        """Notes a special token behind the first `place` characters of the text."""
+        self._coming.append((place, self.mark_of[id_]))
+
+    def visible(self, place: int) -> int:
+        """The characters of the text that stand before a place of the marked text."""
+        return place - bisect_left(self._places, place)
+
+
 class StopStrings:
     """Finds the first of several strings in the text, across the borders of tokens and blocks.
+
+    A string may name special tokens ("<|im_end|>", "<|im_start|>user"), which the text does not show: they are told by
+    their ids. Where it is cut, what they would have shown is not part of the text.
 
     Attributes:
         safe_chars: Characters of the text that no stop can take back any more; once a stop has been found, where the
@@ -125,36 +200,68 @@ class StopStrings:
         strings: The stop strings.
         detokenizer: A fresh one, of its own: it is fed every token seen.
         ignore_first: Tokens at the beginning of the completion in whose text nothing is a stop.
+        special: The special tokens that the text does not show, with their ids.
+        vocab_size: Ids below it can come.
 
     Raises:
-        InputError: For an empty string, which would match everywhere.
+        InputError: For an empty string, which would match everywhere, and for one that can never come.
     """
 
-    def __init__(self, strings: Iterable[str], detokenizer: TextMatcher, ignore_first: int = 0) -> None:
-        self._strings = tuple(dict.fromkeys(strings))
-        if "" in self._strings:
+    def __init__(
+        self,
+        strings: Iterable[str],
+        detokenizer: TextMatcher,
+        ignore_first: int = 0,
+        *,
+        special: Mapping[str, int] | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        self._plain = _Needles(strings)
+        if "" in self._plain.strings:
             raise InputError("A stop string is empty; give at least one character.")
-        self._longest = max(map(len, self._strings), default=0)
+        named: dict[str, int] = {}
+        for name, id_ in (special or {}).items():
+            for string in self._plain.strings:
+                if not name or name not in string:
+                    continue
+                if vocab_size is not None and id_ >= vocab_size:
+                    raise InputError(
+                        f"The stop string {string!r} names the special token {name!r} with the id {id_}, which the "
+                        f"model cannot produce: its vocabulary ends before {vocab_size}."
+                    )
+                named[name] = id_
+        self._marked = _MarkedText(named) if named else None
+        self._needles = _Needles(())
+        if self._marked is not None:
+            translated = [self._marked.translate(string) for string in self._plain.strings]
+            self._needles = _Needles(new for new, old in zip(translated, self._plain.strings) if new != old)
         self._detokenizer = detokenizer
         self._ignore_first = ignore_first
         self._seen = 0
-        self._first_char = 0  # nothing before it is a stop
         self.safe_chars = 0
         self.found = False
 
     def push(self, tokens: Sequence[int]) -> Verdict:
         """See `Stop.push`: `safe` is the shortest run of tokens whose text covers `safe_chars`."""
-        detokenizer = self._detokenizer
+        detokenizer, marked = self._detokenizer, self._marked
         for token in tokens:
             before = len(detokenizer.text)
+            marked_before = len(marked.text) if marked is not None else 0
             detokenizer.push([token])
             self._seen += 1
+            if marked is not None:
+                if token in marked.mark_of:
+                    marked.mark(token, len(detokenizer.text) + len(detokenizer.held))
+                marked.grow(detokenizer.text)
             if self._seen <= self._ignore_first:
-                self._first_char = len(detokenizer.text)
-            elif self._find(before):
+                self._plain.first = len(detokenizer.text)
+                self._needles.first = len(marked.text) if marked is not None else 0
+            elif self._find(before, marked_before) or self._ends_here(token):
                 return Verdict(detokenizer.tokens_for(self.safe_chars), self._seen)
         text = detokenizer.text
-        self.safe_chars = len(text) - self._partial(text)
+        self.safe_chars = len(text) - self._plain.partial(text)
+        if marked is not None and (size := self._needles.partial(marked.text)):
+            self.safe_chars = min(self.safe_chars, marked.visible(len(marked.text) - size))
         return Verdict(detokenizer.tokens_for(self.safe_chars), None)
 
     def finish(self) -> int | None:
@@ -163,27 +270,37 @@ class StopStrings:
         Returns:
             The number of tokens to keep where a stop was found after all, else None.
         """
-        before = len(self._detokenizer.text)
-        self._detokenizer.flush()
-        if self._seen <= self._ignore_first or not self._find(before):
+        if self._seen <= self._ignore_first or not self._flush():
             return None
         return self._detokenizer.tokens_for(self.safe_chars)
 
-    def _find(self, before: int) -> bool:
-        """Looks for a stop that ends behind the first `before` characters."""
-        text = self._detokenizer.text
-        begin = max(self._first_char, before - self._longest + 1)
-        found = [at for string in self._strings if (at := text.find(string, begin)) >= 0]
-        if found:
+    def _find(self, before: int, marked_before: int) -> bool:
+        """Looks for a stop that ends behind what stood there before."""
+        places = [self._plain.find(self._detokenizer.text, before)]
+        if self._marked is not None:
+            place = self._needles.find(self._marked.text, marked_before)
+            places.append(None if place is None else self._marked.visible(place))
+        if found := [place for place in places if place is not None]:
             self.found, self.safe_chars = True, min(found)
         return self.found
 
-    def _partial(self, text: str) -> int:
-        """Characters at the end of the text with which some stop string begins."""
-        for size in range(min(self._longest - 1, len(text) - self._first_char), 0, -1):
-            if any(string.startswith(text[len(text) - size :]) for string in self._strings):
-                return size
-        return 0
+    def _ends_here(self, token: int) -> bool:
+        """Whether a stop ends with this special token, though text before it is still held back."""
+        marked = self._marked
+        if marked is None or token not in marked.mark_of or not (held := self._detokenizer.held):
+            return False
+        if self._needles.find(marked.text + held + marked.mark_of[token], len(marked.text) + len(held)) is None:
+            return False
+        return self._flush()
+
+    def _flush(self) -> bool:
+        """Ends the text, and looks through what was held back of it."""
+        before = len(self._detokenizer.text)
+        marked_before = len(self._marked.text) if self._marked is not None else 0
+        self._detokenizer.flush()
+        if self._marked is not None:
+            self._marked.grow(self._detokenizer.text)
+        return self._find(before, marked_before)
 
 
 class FirstOf:

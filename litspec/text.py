@@ -7,16 +7,21 @@ text piece by piece, and never a piece that a later token could change.
 from __future__ import annotations
 
 import codecs
+import importlib
 import json
+import os
 import re
+import sys
 from bisect import bisect_left
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
+import litgpt.prompts
+import yaml
 from litgpt.config import Config
-from litgpt.prompts import PromptStyle, has_prompt_style, load_prompt_style
+from litgpt.prompts import PromptStyle, has_prompt_style
 from litgpt.tokenizer import Tokenizer
 from torch import Tensor
 
@@ -30,6 +35,7 @@ class TextCodec:
     Args:
         checkpoint_dir: The target's folder.
         config: Its model config: LitGPT chooses the prompt style by the model's name where the folder does not say it.
+        trust_prompt_style: Let `prompt_style.yaml` name a class that is not LitGPT's own, whose code is run then.
 
     Attributes:
         tokenizer: LitGPT's tokenizer.
@@ -42,11 +48,11 @@ class TextCodec:
         InputError: When a file of the folder is broken.
     """
 
-    def __init__(self, checkpoint_dir: str | Path, config: Config) -> None:
+    def __init__(self, checkpoint_dir: str | Path, config: Config, *, trust_prompt_style: bool = False) -> None:
         self.checkpoint_dir = Path(checkpoint_dir)
         self.config = config
         self.tokenizer = load_tokenizer(self.checkpoint_dir)
-        self.prompt_style = _prompt_style(self.checkpoint_dir, config)
+        self.prompt_style = _prompt_style(self.checkpoint_dir, config, trust_prompt_style)
         notes: list[str] = []
         self.stop_tokens = self._find_stops(notes)
         self.notes = tuple(notes)
@@ -76,6 +82,11 @@ class TextCodec:
             raise InputError(
                 f"LitGPT puts BOS before prompts for {folder!r}, but its tokenizer_config.json names no bos_token."
             ) from error
+        except (RuntimeError, OverflowError, TypeError, ValueError) as error:  # ids that fit no tensor
+            raise InputError(
+                f"The tokenizer of {str(self.checkpoint_dir)!r} gives the prompt tokens that are no ids of a model: "
+                f"{' '.join(str(error).split())}."
+            ) from error
         if ids.numel() == 0:
             raise InputError(f"The prompt {prompt!r} has no tokens; give at least one character.")
         size = self.config.padded_vocab_size
@@ -95,6 +106,11 @@ class TextCodec:
             detokenizer = self.detokenizer(after=after)
             return detokenizer.push(token_ids) + detokenizer.flush()
         return self._vocabulary.decode(_ids(token_ids))
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """The tokens that a text does not show, with their ids."""
+        return self._vocabulary.special
 
     def detokenizer(self, *, after: Sequence[int] | Tensor = ()) -> Detokenizer:
         """A fresh detokenizer; `after` as in `decode`."""
@@ -139,14 +155,61 @@ def _ids(token_ids: Sequence[int] | Tensor) -> list[int]:
     return token_ids.tolist() if isinstance(token_ids, Tensor) else [int(id_) for id_ in token_ids]
 
 
-def _prompt_style(checkpoint_dir: Path, config: Config) -> PromptStyle:
+def _prompt_style(checkpoint_dir: Path, config: Config, trusted: bool) -> PromptStyle:
     if not has_prompt_style(checkpoint_dir):
         return PromptStyle.from_config(config)
+    path = checkpoint_dir / "prompt_style.yaml"
+    module, _, name = _class_path(path).rpartition(".")
+    cls: Any = None
+    if module == litgpt.prompts.__name__:
+        cls = getattr(litgpt.prompts, name, None)
+    elif trusted:
+        cls = _import(module, name, path)
+    elif module:
+        raise InputError(
+            f"{str(path)!r} names {module}.{name}, which is none of LitGPT's prompt styles (litgpt.prompts.*): loading "
+            "it would run its code. If you know where it comes from, allow it with trust_prompt_style."
+        )
+    if not (isinstance(cls, type) and issubclass(cls, PromptStyle)):
+        raise InputError(
+            f"{str(path)!r} names no prompt style: {module}.{name} is no subclass of LitGPT's PromptStyle."
+        )
     try:
-        return load_prompt_style(checkpoint_dir)
-    except Exception as error:  # it imports whatever class the file names
-        path, reason = str(checkpoint_dir / "prompt_style.yaml"), " ".join(str(error).split())
-        raise InputError(f"{path!r} names no prompt style that can be loaded: {reason}.") from error
+        return cls()
+    except Exception as error:  # code of others, where it was allowed
+        reason = " ".join(str(error).split())
+        raise InputError(f"{str(path)!r} names a prompt style that cannot be made: {reason}.") from error
+
+
+def _class_path(path: Path) -> str:
+    """What the file names, with nothing of it imported or called."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = content["class_path"]
+        if isinstance(found, str):
+            return found
+    except (OSError, yaml.YAMLError, ValueError, TypeError, KeyError, RecursionError) as error:
+        kind = error.strerror if isinstance(error, OSError) else type(error).__name__
+        raise InputError(
+            f"{str(path)!r} names no prompt style that can be loaded ({kind}); it must hold class_path: and a class of "
+            "litgpt.prompts."
+        ) from error
+    raise InputError(f"{str(path)!r} names no prompt style: class_path is a {type(found).__name__}, not a string.")
+
+
+def _import(module: str, name: str, path: Path) -> Any:
+    """A class of the user's own, from where Python finds modules, but never from the checkpoint's folder."""
+    before = list(sys.path)
+    folder = os.path.realpath(path.parent)
+    sys.path[:] = [entry for entry in before if os.path.realpath(entry or os.curdir) != folder]
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except Exception as error:  # code of others
+        raise InputError(
+            f"{str(path)!r} names no prompt style that can be loaded: {' '.join(str(error).split())}."
+        ) from error
+    finally:
+        sys.path[:] = before
 
 
 class Detokenizer:
@@ -186,6 +249,16 @@ class Detokenizer:
     def settled(self) -> bool:
         """Whether nothing is held back: all tokens so far are whole characters."""
         return self._settled[-1] == len(self._settled) - 1
+
+    @property
+    def held(self) -> str:
+        """What is held back, as it would be if the text ended here."""
+        n = len(self._settled) - 1
+        m = self._settled[n]
+        if m == n:
+            return ""
+        # Whole characters before an unfinished one have been released.
+        return self._stream.tail(self._tokens, self._begin + m, self._begin + n)[self._chars[n] - self._chars[m] :]
 
     def push(self, tokens: Sequence[int] | Tensor) -> str:
         """Takes the next tokens; returns the text that has become certain, which may be empty."""
@@ -264,10 +337,16 @@ class _Vocabulary:
         self._bytes: dict[int, bytes] = {}
         self._is_sentencepiece = tokenizer.backend == "sentencepiece"
         self._special: set[str] = set()
+        self.special: dict[str, int] = {}
         self._is_local = self._has_byte_tokens = True
         self._is_byte_level = False
-        if not self._is_sentencepiece:
-            self._special = {token.content for token in processor.get_added_tokens_decoder().values() if token.special}
+        if self._is_sentencepiece:
+            controls = [id_ for id_ in range(processor.get_piece_size()) if processor.is_control(id_)]
+            self.special = {processor.id_to_piece(id_): id_ for id_ in controls}
+        else:
+            added = processor.get_added_tokens_decoder()
+            self.special = {token.content: id_ for id_, token in added.items() if token.special}
+            self._special = set(self.special)
             steps = _decoders(processor.decoder)
             kinds = [step["type"] for step in steps]
             self._is_byte_level = [kind for kind in kinds if kind != "Fuse"] == ["ByteLevel"]

@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Literal
 
 SamplerName = Literal["rejection", "coupled"]
-DrafterName = Literal["auto", "draft_model", "prompt_lookup", "lookup_then_model", "early_exit", "none"]
-BenchDrafterName = Literal["all", "draft_model", "prompt_lookup", "lookup_then_model", "early_exit"]
+DrafterName = Literal["auto", "draft_model", "prompt_lookup", "lookup_then_model", "suffix", "early_exit", "none"]
+BenchDrafterName = Literal["all", "draft_model", "prompt_lookup", "lookup_then_model", "suffix", "early_exit"]
 PlacementName = Literal["auto", "single", "tensor_parallel", "sequential", "replicate"]
 DraftPlacementName = Literal["replicated", "tensor_parallel"]
 Precision = Literal["bf16-true", "16-true", "32-true"]

@@ -135,7 +135,7 @@ def die(folder: Path, number: int) -> None:
         llm.generate(PROMPTS[0], max_new_tokens=200)
     except LostRank as error:
         print(f"LostRank: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

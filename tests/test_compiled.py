@@ -348,7 +348,7 @@ def test_verify_holds_compiled_steps_to_the_same_promise(
         main(["verify", *map(str, flags), "--compile"])
     report = json.loads(capsys.readouterr().out)
     assert exit_.value.code in (0, None) and report["passed"]
-    assert [check["detail"][:3] for check in report["checks"][:6]] == ["2/2"] * 6
-    assert len(report["checks"]) == 8 and "3 contexts" in report["checks"][7]["detail"]
+    assert [check["detail"][:3] for check in report["checks"][:8]] == ["2/2"] * 8
+    assert len(report["checks"]) == 10 and "3 contexts" in report["checks"][9]["detail"]
     # Three samplers verify; the draft model drafts with each, once more a single token, and early exit with two.
     assert len(set(compiled)) == 3 + 4 + 2 and len(compiled) > 100

@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -24,15 +25,18 @@ import pytest
 import torch
 from checkpoints import random_weights, tiny_config, write_checkpoint
 from job_child import child
+from litgpt.prompts import PromptStyle
 
 from litspec import SpecLLM
 from litspec.checkpoint import open_checkpoint
+from litspec.config import GenerateConfig, LoadConfig
 from litspec.drafters import DraftModel
 from litspec.engine.engine import Engine
 from litspec.errors import InputError
 from litspec.jobs import disk, files, progress, run, run_job
-from litspec.jobs.deciding import checkpoint_digest
+from litspec.jobs.deciding import checkpoint_digest, deciding
 from litspec.jobs.files import Answer, JobFiles
+from litspec.jobs.prompts import Prompts
 from litspec.llm import Completion, text_seed
 from litspec.model import GPT
 from litspec.report import Stats
@@ -237,7 +241,7 @@ def test_what_is_written_is_forced_to_the_disk_in_time(
 
             def recorded(*args: Any) -> Any:
                 path = os.readlink(f"/proc/self/fd/{args[0]}") if isinstance(args[0], int) else str(args[0])
-                events.append((name, Path(path).name))
+                events.append((name, re.sub("[0-9a-f]{16}", "RANDOM", Path(path).name)))
                 return call(*args)
 
             return recorded if name in ("write", "fsync", "replace") else call
@@ -246,7 +250,7 @@ def test_what_is_written_is_forced_to_the_disk_in_time(
     job()
     last = {event: number for number, event in enumerate(events)}
     first = {event: number for number, event in reversed(list(enumerate(events)))}
-    described, renamed = "out.jsonl.job.json.tmp", last["replace", "out.jsonl.job.json.tmp"]
+    described, renamed = "out.jsonl.job.json.RANDOM.tmp", last["replace", "out.jsonl.job.json.RANDOM.tmp"]
     assert last["write", described] < first["fsync", described] < renamed
     assert events[renamed + 1] == ("fsync", tmp_path.name) and renamed < first["write", "out.jsonl.stats.jsonl"]
     for name in ("out.jsonl", "out.jsonl.stats.jsonl"):
@@ -371,7 +375,7 @@ def interrupted(job: Callable[..., int], quick: Quick, texts: int, **settings: A
 CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 0.5}, r"temperature \(then 1.0, now 0.5\)"),
     ({"seed": 7}, r"seed \(then 1234, now 7\)"),
-    ({"stop": ["x"]}, r"stop \(then None, now \['x'\]\)"),
+    ({"stop": ["x"]}, r"stop \(then \[\], now \['x'\]\)"),
     ({"num_samples": 2}, r"num_samples \(then 1, now 2\)"),
     ({"max_new_tokens": 7, "top_k": 3}, r"max_new_tokens \(then 6, now 7\), top_k \(then None, now 3\)"),
     ({"sampler": "coupled"}, r"sampler"),
@@ -500,11 +504,11 @@ BAD: list[tuple[str, str]] = [
     ('{"prompt": "x", "max_new_tokens": 5.5}', "max_new_tokens must be a whole number"),
     ('{"prompt": "x", "max_new_tokens": true}', "max_new_tokens must be a whole number, got True"),
     ('{"prompt": "x", "max_new_tokens": 0}', "max_new_tokens must be at least 1"),
-    ('{"prompt": "x", "temperature": NaN}', "temperature must be a number, got nan"),
+    ('{"prompt": "x", "temperature": NaN}', "temperature must be a number of at least 0"),
     ('{"prompt": "x", "temperature": -1}', "temperature must be"),
     (f'{{"prompt": "x", "temperature": 1{"0" * 400}}}', "temperature must be a number"),
     ('{"prompt": "x", "top_p": 2}', "top_p must be in"),
-    ('{"prompt": "x", "stop": [1]}', "stop must be a string, a list of strings, or null"),
+    ('{"prompt": "x", "stop": [1]}', "stop must be a string, a list of strings or null"),
     ('{"prompt": "x", "stop": [""]}', "stop string is empty"),
     ('{"prompt": "x", "id": [1]}', "id must be a string or a whole number"),
     ('{"prompt": "\\ud83e"}', "half of a surrogate pair"),
@@ -533,6 +537,55 @@ def test_a_bad_line_becomes_an_error_in_its_place_and_the_job_goes_on(
     assert f"{len(BAD) + 2} errors" in capsys.readouterr().err
     assert job(prompts_file=path) == 1  # nothing is left to do, and still there were some
     assert quick.loads == 1
+
+
+def test_what_a_folder_decides_by_its_name_is_part_of_the_job(
+    job: Callable[..., int], pair: Pair, tmp_path: Path
+) -> None:
+    """LitGPT puts BOS before prompts for a folder whose name begins with Llama-3."""
+    first, out = tmp_path / "tiny", tmp_path / "out.jsonl"
+    shutil.copytree(pair.target, first)
+    load = {"draft_dir": None, "drafter": "none"}
+    assert job(load=load | {"checkpoint_dir": str(first)}) == 0
+    out.write_bytes(out.read_bytes().splitlines(keepends=True)[0])
+    begun = out.read_bytes()
+    moved = first.rename(tmp_path / "moved")
+    shutil.copytree(moved, tmp_path / "Llama-3-tiny")
+    with pytest.raises(InputError, match=r"bos \(then False, now True\)"):
+        job(load=load | {"checkpoint_dir": str(tmp_path / "Llama-3-tiny")})
+    assert out.read_bytes() == begun
+    assert job(load=load | {"checkpoint_dir": str(moved)}) == 0  # another name that decides nothing
+
+
+def test_prompt_style_and_stops_are_part_of_the_job(
+    job: Callable[..., int], pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A style may be a class of the user's, which is not among the folder's files."""
+    load = {"draft_dir": None, "drafter": "none", "checkpoint_dir": str(pair.target)}
+    wanted = deciding(
+        Prompts(write_prompts(pair.target.parent, ["{}"])), vars(LoadConfig(**load)), vars(GenerateConfig())
+    )
+
+    class Polite(PromptStyle):
+        end = " please"
+
+        def apply(self, prompt: str, *, sys_prompt: str | None = None, **_: str) -> str:
+            return prompt + self.end
+
+        def stop_tokens(self, tokenizer: Any) -> tuple[list[int], ...]:
+            return ([tokenizer.eos_id], [7])
+
+    def changed() -> set[str]:
+        found = deciding(prompts_of, vars(LoadConfig(**load)), vars(GenerateConfig()))
+        return {name for name in found if found[name] != wanted[name]}
+
+    prompts_of = Prompts(pair.target.parent / "in.jsonl")
+    assert changed() == set()
+    monkeypatch.setattr("litspec.text._prompt_style", lambda *_: Polite())
+    assert changed() == {"prompt_style", "prompt_template", "stop_tokens"}
+    wanted = deciding(prompts_of, vars(LoadConfig(**load)), vars(GenerateConfig()))
+    monkeypatch.setattr(Polite, "end", " now")
+    assert changed() == {"prompt_template"}
 
 
 def test_plain_lines_are_prompts_as_they_are(job: Callable[..., int], quick: Quick, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import litgpt.model
 import pytest
 import torch
 import transformers
-from checkpoints import byte_level_tokenizer, tiny_config, write_checkpoint, write_pair
+from checkpoints import BOS, EOS, byte_level_tokenizer, lively_weights, tiny_config, write_checkpoint, write_pair
 from families import build
 from litgpt.config import Config
 from litgpt.generate.base import generate as litgpt_generate
@@ -646,3 +646,35 @@ def test_prompt_lookup_brings_three_tokens_a_round_where_the_target_repeats_a_pa
         .token_ids[: len(out.token_ids)]
     )
     assert out.stats.tokens_per_round >= 3
+
+
+# --- stop strings that name special tokens
+
+
+def test_a_stop_string_that_is_a_special_token_stops(tmp_path: Path) -> None:
+    """A token that the model writes anyway is made special: then the ids hold it and the text does not."""
+    config = tiny_config()
+    weights = lively_weights(config, seed=3)
+    plain = SpecLLM.load(write_checkpoint(tmp_path / "plain", config, weights=weights), accelerator="cpu")
+    whole = plain.generate("abc", max_new_tokens=40, temperature=0.0)
+    vocabulary = byte_level_tokenizer()
+    ids = whole.token_ids
+    at, before = next((i, ids[i - 1]) for i, id_ in enumerate(ids) if i > 6 and id_ not in ids[:i] and ids[i - 1] < 94)
+    name = vocabulary.id_to_token(ids[at])
+    tokenizer = byte_level_tokenizer(special=(EOS, BOS, name))
+    folder = write_checkpoint(tmp_path / "special", config, weights=weights, tokenizer=tokenizer)
+    llm = SpecLLM.load(folder, accelerator="cpu")
+    free = llm.generate("abc", max_new_tokens=40, temperature=0.0)
+    assert free.token_ids == ids and free.finish_reason == whole.finish_reason
+    for stop in (name, [name], ["nowhere", name]):
+        stopped = llm.generate("abc", max_new_tokens=40, temperature=0.0, stop=stop)
+        assert stopped.finish_reason == "stop" and stopped.text == llm.codec.decode(ids[:at])
+        assert len(stopped.token_ids) <= at
+    last = vocabulary.decode([before])
+    stopped = llm.generate("abc", max_new_tokens=40, temperature=0.0, stop=[last + name], stream=True)
+    assert "".join(stopped) == llm.codec.decode(ids[: at - 1]) and stopped.completion.finish_reason == "stop"
+
+
+def test_a_stop_string_that_can_never_come_is_refused(llm: SpecLLM) -> None:
+    with pytest.raises(InputError, match="surrogate"):
+        llm.generate("abc", stop=["\ud83e"])

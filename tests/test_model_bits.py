@@ -12,7 +12,7 @@ from litgpt.config import Config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from litspec.model import GPT, kv_bucket, packed
-from litspec.model.mlp import build_mlp
+from litspec.model.mlp import activate, build_mlp
 
 WIDTHS = (2, 4, 5, 8, 16)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -50,6 +50,24 @@ def assert_rows_keep_their_bits(model: GPT, positions: tuple[int, ...] = POSITIO
                 where: (got - want).abs().max().item() for where, got in logits.items() if not torch.equal(got, want)
             }
             assert not moved, f"width {width}, position {position}: (kv_length, row, junk) -> off by {moved}"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_row_keeps_its_bits_in_a_block_of_many_rows(name: str, width: int = 72) -> None:
+    """Such a block is as long as a chunk of a prompt, and still no chunk."""
+    model = model_of(name, torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(VOCAB, (400,), generator=generator)
+    cache = model.make_cache(300, width=width)
+    position = 200
+    model.prefill(text[None, :position], cache)
+    model.verify(text[None, position - width : position], torch.tensor([position - width]), cache)
+    found = []
+    for row in (0, 5, width // 2, width - 1):
+        rows = text[position - row : position - row + width].clone()
+        rows[row + 1 :] = torch.randint(VOCAB, (width - row - 1,), generator=generator)
+        found.append(model.verify(rows[None], torch.tensor([position - row]), cache)[0, row])
+    assert all(torch.equal(logits, found[0]) for logits in found[1:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -146,9 +164,30 @@ def test_weights_are_left_as_they_are_where_columns_do_not_pay(
     assert all(m.weight.is_contiguous() for m in model.modules() if type(m) is torch.nn.Linear)
 
 
+class ByCount(torch.nn.Linear):
+    """A layer whose result depends on how many rows it is given, as that of a library with kernels by shape does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 + len(x) / 1000)
+
+
+def test_experts_see_all_rows_of_a_block_of_any_width() -> None:
+    sizes = dict(n_embd=32, n_head=2, n_expert=4, n_expert_per_token=2, moe_intermediate_size=48, intermediate_size=48)
+    module = build_mlp(Config(mlp_class_name="LLaMAMoE", bias=False, **sizes), 0)
+    for expert in module.experts:
+        for layer in (expert.fc_1, expert.fc_2, expert.proj):
+            layer.__class__ = ByCount
+    module.bind()
+    own = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    for width in (8, 65, 72, 200):
+        blocks = [torch.randn(width, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(1, 5)]
+        first, *others = (module(torch.cat((own, block[5:])))[:5] for block in blocks)
+        assert all(torch.equal(first, other) for other in others), width
+
+
 @pytest.mark.parametrize("threads", [2, 3, 4])
 @pytest.mark.parametrize("mlp", ["LLaMAMLP", "GemmaMLP", "GptNeoxMLP"])
-def test_no_thread_count_and_no_odd_width_moves_a_row_of_an_mlp(mlp: str, threads: int) -> None:
+def test_no_thread_count_and_no_odd_width_moves_a_row_of_an_activation(mlp: str, threads: int) -> None:
     # PyTorch cuts a large block into one piece per thread, and at a cut SiLU and GELU may round apart.
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -156,9 +195,9 @@ def test_no_thread_count_and_no_odd_width_moves_a_row_of_an_mlp(mlp: str, thread
         for size in (1000, 11008):
             sizes = dict(n_embd=32, n_head=1, intermediate_size=size, bias=False)
             module = build_mlp(Config(mlp_class_name=mlp, gelu_approximate="tanh", **sizes), 0)
-            row = torch.randn(32, generator=torch.Generator().manual_seed(size))
+            row = torch.randn(size, generator=torch.Generator().manual_seed(size))
             for width in (2, 5, 16):
-                y = module(row.expand(width, 32).contiguous())
+                y = activate(module.activation, row.expand(width, size).contiguous())
                 assert torch.equal(y, y[:1].expand_as(y)), f"{size} wide, {width} rows"
     finally:
         torch.set_num_threads(before)

@@ -40,14 +40,14 @@ def test_every_familys_verify_is_one_graph(name: str) -> None:
 def test_buckets_are_built_at_warm_up_and_none_later() -> None:
     model = model_of("llama-3")
     compiled = torch.compile(model.verify, fullgraph=True, dynamic=False, backend="aot_eager")
-    cache = model.make_cache(500, powers_of_two=True)
-    buckets = cache.buckets(500 + WIDTH)
-    assert buckets == sorted({cache.bucket(length) for length in range(1, 501 + WIDTH)}) == [512, 1024]
+    cache = model.make_cache(600, powers_of_two=True)
+    buckets = cache.buckets(600 + WIDTH)
+    assert buckets == sorted({cache.bucket(length) for length in range(1, 601 + WIDTH)}) == [512, 1024]
     idx = torch.zeros(1, WIDTH, dtype=torch.int64)
     for kv_length in buckets:
         compiled(idx, torch.tensor([0]), cache, kv_length=kv_length)
     assert graphs() == len(buckets)
-    for session in (cache, model.make_cache(500, powers_of_two=True)):
+    for session in (cache, model.make_cache(600, powers_of_two=True)):
         for at in (0, 3, 59, 61, 130, 257, 480):
             compiled(idx + at % VOCAB, torch.tensor([at]), session, kv_length=session.bucket(at + WIDTH))
     assert graphs() == len(buckets)

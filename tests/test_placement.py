@@ -322,7 +322,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_others_with_a_sentence(
         began = time.monotonic()
         _, stderr = ranks[0].communicate(timeout=60)
         assert time.monotonic() - began < 60
-        assert ranks[0].returncode == 1
+        assert ranks[0].returncode == 2
         assert "ended or" in stderr and "ends too" in stderr
     finally:
         for process in ranks:
@@ -526,7 +526,7 @@ def test_a_process_that_ends_is_not_aborted_by_its_own_heartbeat() -> None:
     code = (
         "import time, litspec.placement.heartbeat as heartbeat\n"
         "heartbeat.BEAT_SECONDS = 0.0\n"
-        "kept = [heartbeat.Heartbeat(0, 2, lambda n: n) for _ in range(8)]\n"
+        "kept = [heartbeat.Heartbeat(0, 2, heartbeat.own_store(0, lambda n: n)) for _ in range(8)]\n"
         "time.sleep(0.3)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -13,12 +13,12 @@ from litspec.errors import InputError
 
 
 def begin(max_k: int = 8, stop_ids: tuple[int, ...] = (), **lengths: int):
-    return PromptLookup(max_k, **lengths).begin(SimpleNamespace(stop_ids=stop_ids), 1000, None)
+    return PromptLookup(max_k, **lengths).start(SimpleNamespace(stop_ids=stop_ids), 1000, None)
 
 
 def propose(text: list[int], k: int, **settings) -> list[int]:
     session = begin(**settings)
-    session.extend(text, 0)
+    session.commit(text, 0)
     return session.propose(text[-1], len(text) - 1, k).tokens.tolist()
 
 
@@ -53,7 +53,7 @@ def test_finds_what_a_brute_force_search_finds(prompt, rounds, k, lengths, stop_
     session = begin(stop_ids=stop_ids, max_ngram=most, min_ngram=least)
     text: list[int] = []
     for i, block in enumerate([prompt, *rounds]):
-        session.extend(block, len(text))
+        session.commit(block, len(text))
         text += block
         if ask_always or i == len(rounds):
             expected = search(text, k, most, least, stop_ids)

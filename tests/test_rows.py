@@ -50,6 +50,23 @@ def rows_alone(model: GPT, text: torch.Tensor, position: int, n: int) -> torch.T
     return model.verify(text[None, position : position + n], torch.tensor([position]), cache, kv_length=kv_length)[0]
 
 
+class InFours(Exact):
+    """A layer that runs four rows at a time, and what is left over in another way."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        whole = len(x) // 4 * 4
+        return torch.cat((y[:whole], y[whole:] * (1 + 1e-3)))
+
+
+def test_where_a_row_feels_its_place_the_next_number_of_rows_is_taken() -> None:
+    model = exact_model()
+    for block in model.transformer.h:
+        block.mlp.proj.__class__ = InFours
+    model.bind()
+    assert find_rows(model, 5) == find_rows(model, 8) == (4, 8) and find_rows(model, 4) == (4,)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_number_that_is_found_gives_the_logits_of_the_most_rows(name: str, dtype: torch.dtype) -> None:

@@ -387,7 +387,7 @@ def test_a_seeded_draw_has_the_law_of_the_model_over_seeds() -> None:
 def test_uniform_numbers_are_uniform_and_independent_over_positions_purposes_and_seeds() -> None:
     for seed in (0, 1234, -7, 2**40):
         u = uniform_noise(position_keys(seed, torch.arange(50_000)), 3).double()
-        assert 0 <= u.min() and u.max() < 1
+        assert u.min() >= 0 and u.max() < 1
         others = uniform_noise(position_keys(seed + 1, torch.arange(50_000)), 3).double()
         for purpose in range(3):
             assert stats.kstest(u[:, purpose].numpy(), "uniform").pvalue > ALPHA

@@ -756,3 +756,50 @@ def test_what_the_refusal_says_to_load_instead_gives_the_text_of_the_uncached_mo
         while expected.size(0) < 40:
             expected = torch.cat((expected, reference(expected.unsqueeze(0))[0, -1:].argmax(-1)))
     assert torch.equal(tokens, expected)
+
+
+# Values from outside
+
+
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("sampling", [GREEDY, {}])
+def test_ids_that_the_draft_lacks_are_harmless(k: int, sampling: dict[str, Any]) -> None:
+    """In the prompt, and said by the target."""
+    draft, target = tiny_gpt(1, padded_vocab_size=40), tiny_gpt(2, padded_vocab_size=64)
+    target.lm_head.weight.data[40:] *= 10
+    prompt = prompt_of(1, 63, 50)
+    tokens, _ = generate(draft, target, prompt, 40, speculative_k=k, **sampling)
+    assert tokens.shape == (40,)
+    if sampling == GREEDY:
+        assert torch.equal(tokens, greedy(target, prompt, 40)) and int(tokens[3:].max()) >= 40
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("sampling", [GREEDY, {}])
+def test_a_target_that_returns_only_its_last_row_is_named(k: int, sampling: dict[str, Any]) -> None:
+    class LastRow(Walk):
+        def logits(self, positions: Tensor) -> Tensor:
+            return super().logits(positions)[-1:]
+
+    with pytest.raises(ValueError, match=f"target model must return logits for each of the {k + 1} tokens"):
+        generate(Walk(seed=1), LastRow(seed=2), prompt_of(1, 2), 30, speculative_k=k, **sampling)
+    assert generate(Walk(seed=1), LastRow(seed=2), prompt_of(1, 2), 30, speculative_k=0)[0].shape == (30,)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, {}, {"top_k": 3}])
+def test_a_draft_that_allows_nothing_the_target_has_proposes_nothing(sampling: dict[str, Any]) -> None:
+    draft, target = Walk(12, seed=1), Walk(7, seed=2)
+    draft.table[:, ::2, :7] = -math.inf  # behind every other token
+    tokens, _ = generate(draft, target, prompt_of(1, 2), 40, speculative_k=4, **sampling)
+    assert tokens.shape == (40,)
+    if sampling == GREEDY:
+        assert torch.equal(tokens, greedy(Walk(7, seed=2), prompt_of(1, 2), 40))
+
+
+@pytest.mark.parametrize(
+    "setting", [{"speculative_k": 2.0}, {"max_returned_tokens": 8.0}, {"temperature": None}], ids=str
+)
+def test_a_setting_of_a_wrong_type_is_a_sentence(setting: dict[str, Any]) -> None:
+    call: dict[str, Any] = {"prompt": prompt_of(1, 2), "max_returned_tokens": 8, "speculative_k": 2} | setting
+    with pytest.raises(ValueError, match=f"^{next(iter(setting))} must be "):
+        generate(Walk(seed=1), Walk(seed=2), **call)

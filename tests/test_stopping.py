@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import json
 from collections.abc import Sequence
 from itertools import pairwise
@@ -323,3 +324,83 @@ def test_of_two_stops_complete_with_the_same_token_the_one_that_began_first_coun
 def test_no_matcher_at_all_never_ends_a_text() -> None:
     assert FirstOf().push([1, 2, 3]) == Verdict(3, None)
     assert StopTokens().push([1, 2, 3]) == Verdict(3, None)
+
+
+# --- special tokens, which the text does not show
+
+SPECIAL = ["<|s|>", "<|e|>"]
+SPELLED = [*VOCABULARY, *(name.encode() for name in SPECIAL)]
+
+
+@pytest.fixture(scope="module")
+def with_special(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    letters = {0xC3: "Ã", 0xA9: "©"}
+    spelled = ["".join(letters.get(byte, chr(byte)) for byte in piece) for piece in VOCABULARY]
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(spelled)}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    folder: Path = tmp_path_factory.mktemp("with_special")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    return Tokenizer(folder)
+
+
+def naming(tokenizer: Tokenizer, strings: list[str], ignore_first: int = 0) -> StopStrings:
+    special = {name: tokenizer.processor.token_to_id(name) for name in SPECIAL}
+    return StopStrings(strings, Detokenizer(tokenizer), ignore_first, special=special, vocab_size=100)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_a_stop_that_names_special_tokens_is_found_where_the_tokenizer_spells_it(
+    with_special: Tokenizer, data: st.DataObject
+) -> None:
+    """The tokenizer's own decoding without leaving anything out shows special tokens by name: there the stop stands."""
+    decode = functools.partial(with_special.processor.decode, skip_special_tokens=False)
+    stream = data.draw(st.lists(st.integers(0, len(SPELLED) - 1), min_size=1, max_size=20))
+    pieces = st.sampled_from([*"ab", "é", *SPECIAL, *SPECIAL])
+    string = "".join(data.draw(st.lists(pieces, min_size=1, max_size=4)))
+    if not any(name in string for name in SPECIAL):
+        string += data.draw(st.sampled_from(SPECIAL))
+    matcher, seen = naming(with_special, [string]), 0
+    shown = [decode(stream[:n]) for n in range(len(stream) + 1)]
+    end = next((n for n, text in enumerate(shown) if string in text), None)
+    for chunk in chunks(stream, data.draw(cuts)):
+        verdict, seen = matcher.push(chunk), seen + len(chunk)
+        before = shown[-1].split(string)[0]
+        for name in SPECIAL:
+            before = before.replace(name, "")
+        if end is not None and seen >= end:
+            assert verdict.end == end and matcher.found and matcher.safe_chars == len(before)
+            assert with_special.processor.decode(stream[: verdict.safe]).startswith(before)
+            return
+        assert verdict.end is None and not matcher.found
+        if end is not None:
+            assert matcher.safe_chars <= len(before)  # nothing is let go that the stop will take back
+    assert end is None
+
+
+def test_a_stop_at_the_end_of_held_bytes_is_found_at_once(with_special: Tokenizer) -> None:
+    matcher = naming(with_special, ["<|e|>"])
+    half = next(i for i, piece in enumerate(VOCABULARY) if piece.endswith(b"\xc3"))
+    end = with_special.processor.token_to_id("<|e|>")
+    assert matcher.push([half]).end is None
+    assert matcher.push([end]) == Verdict(1, 2)
+
+
+def test_a_special_token_among_the_tokens_to_ignore_is_no_stop(with_special: Tokenizer) -> None:
+    end = with_special.processor.token_to_id("<|e|>")
+    matcher = naming(with_special, ["<|e|>"], ignore_first=2)
+    assert matcher.push([end, end]).end is None
+    assert matcher.push([end]).end == 3
+
+
+def test_a_special_token_that_the_model_cannot_produce_is_refused(with_special: Tokenizer) -> None:
+    with pytest.raises(InputError, match=r"names the special token '<\|e\|>' with the id 12, .* ends before 12"):
+        StopStrings(["a<|e|>"], Detokenizer(with_special), special={"<|e|>": 12}, vocab_size=12)
+
+
+def test_the_name_of_a_special_token_spelled_in_letters_is_a_stop_too(with_special: Tokenizer) -> None:
+    matcher = StopStrings(["ab"], Detokenizer(with_special), special={"ab": 50}, vocab_size=100)
+    spelled = [VOCABULARY.index(b"a"), VOCABULARY.index(b"b")]
+    assert matcher.push(spelled) == Verdict(0, 2)

@@ -213,7 +213,7 @@ def test_verify_passes_and_exits_0(
     assert code == 0 and report["passed"]
     names = [check["name"] for check in report["checks"]]
     for mode in ("greedy", "coupled"):
-        assert [f"{mode}, {d}" for d in ("draft_model", "prompt_lookup", "early_exit")] == [
+        assert [f"{mode}, {d}" for d in ("draft_model", "prompt_lookup", "suffix", "early_exit")] == [
             name for name in names if name.startswith(mode)
         ]
     assert "rejection, accept rule" in names and "rejection, honesty of draft_model" in names
@@ -228,9 +228,7 @@ def test_verify_names_a_difference_and_exits_1(
 
     real = GreedySampler.verify
 
-    def believes_drafts(
-        self, logits, position, tokens, q=None
-    ):  # the fault: everything proposed is accepted
+    def believes_drafts(self, logits, position, tokens, q=None):  # the fault: everything proposed is accepted
         verified = real(self, logits, position, tokens, q)
         n = int((tokens >= 0).sum())  # the rest of the block is padding
         return verified._replace(tokens=torch.cat((tokens[:n], verified.tokens[n:])), accepted=torch.tensor(n))

@@ -22,6 +22,7 @@ from litgpt.config import Config
 from litgpt.prompts import PromptStyle, save_prompt_style
 from litgpt.tokenizer import Tokenizer as LitGPTTokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from litspec.errors import InputError
 from litspec.text import Detokenizer, TextCodec
@@ -465,7 +466,7 @@ def test_broken_files_of_the_tokenizer_are_named(tmp_path: Path) -> None:
         ("tokenizer_config.json", json.dumps({"tokenizer_class": "T", "eos_token": "<nowhere>"}), "<nowhere>"),
         ("generation_config.json", "eos: 2", "not valid JSON"),
         ("generation_config.json", "[2]", "must hold a JSON object"),
-        ("prompt_style.yaml", "class_path: no.such.Style", "no prompt style"),
+        ("prompt_style.yaml", "class_path: no.such.Style", "none of LitGPT's prompt styles"),
         ("prompt_style.yaml", "{", "no prompt style"),
     ]
     for number, (name, content, reason) in enumerate(cases):
@@ -495,3 +496,37 @@ def test_a_folder_with_a_sentencepiece_model_only_reads_and_writes_text(tmp_path
     assert ids.tolist() == processor.encode("la llama 🦙")
     assert "".join(pieces(codec.detokenizer(), ids.tolist(), [1])) == "la llama 🦙"
     assert codec.decode([*ids.tolist(), 511]) == "la llama 🦙"
+
+
+# --- settings of training
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_truncation_and_padding_in_the_file_do_not_touch_a_prompt(tmp_path: Path, side: str) -> None:
+    """transformers reads the same file and encodes all of the prompt."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.enable_truncation(16, direction=side)
+    tokenizer.enable_padding(length=48, direction=side, pad_token=EOS, pad_id=256)
+    folder = write_checkpoint(tmp_path / "tuned", tokenizer=tokenizer)
+    codec = TextCodec(folder, tiny_config())
+    fast = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    for prompt in ("short", "a question at the end of a long prompt: what do llamas eat?"):
+        assert codec.encode(prompt).tolist() == fast(prompt)["input_ids"]
+        assert len(codec.encode(prompt)) == len(prompt)
+
+
+def test_merges_that_were_dropped_by_chance_in_training_are_all_made(tmp_path: Path) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: id_ for id_, token in enumerate([*alphabet, "ab", "abab"])}
+
+    def written(name: str, **options: float) -> TextCodec:
+        tokenizer = Tokenizer(models.BPE(vocabulary, [("a", "b"), ("ab", "ab")], **options))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens([EOS, BOS])
+        return TextCodec(write_checkpoint(tmp_path / name, tokenizer=tokenizer), tiny_config())
+
+    right = written("plain").encode("abababab").tolist()
+    assert right == [257, 257]
+    tuned = written("tuned", dropout=0.5)
+    assert all(tuned.encode("abababab").tolist() == right for _ in range(20))

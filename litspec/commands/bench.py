@@ -93,7 +93,7 @@ def bench(
     names: list[Any] = [drafter]
     if drafter == "all":
         names = ["prompt_lookup", "early_exit"]
-        if llm.placed.draft_model is not None:
+        if llm.draft_name is not None:
             names.insert(0, "draft_model")
 
     console = Console(stderr=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, TextIO
 
 from litspec.arguments import spelled_out
 from litspec.config import FLAG_DEFAULTS, GenerateConfig, LoadConfig, check_k
@@ -21,6 +22,7 @@ def generate(
     out_file: str | None = None,
     num_samples: int = 1,
     settings: GenerateConfig,
+    raw: bool = False,
     include_prompt: bool = False,
     output_format: Literal["text", "json"] = "text",
     show_acceptance: bool = False,
@@ -40,12 +42,13 @@ def generate(
             goes to OUT_FILE.stats.jsonl. The same command resumes what was interrupted.
         num_samples: How many texts to generate for each prompt.
         {settings}
+        raw: Write control characters to a terminal as they are; else they are shown escaped there.
         include_prompt: Print the prompt before the text.
         output_format: text streams the text; json prints one object for each text.
         show_acceptance: Colour the text by where each token came from: drafted and accepted, or the target's own. Only
             in a terminal, and not where NO_COLOR is set.
     """
-    from litspec.errors import InputError
+    from litspec.errors import InputError, printable
 
     if num_samples < 1:
         raise InputError(f"num_samples must be at least 1, got {num_samples}")
@@ -80,17 +83,32 @@ def generate(
     log(llm.describe())
     if load.compile:
         announce_compiling(llm.runner)
+    clean = printable if sys.stdout.isatty() and not raw else str
     tint = TerminalTint(sys.stdout) if show_acceptance and output_format == "text" else None
     if tint is not None and tint.enabled:
         tint.write_legend(sys.stderr)
     for index in range(num_samples):
-        _sample(llm, prompt, include_prompt, output_format, tint, index=index, **vars(settings))
+        _sample(llm, prompt, include_prompt, output_format, tint, clean, index=index, **vars(settings))
     return 0
 
 
 def log(text: str) -> None:
     """Says something to the person at the terminal, out of the way of the text."""
-    print(text, file=sys.stderr, flush=True)
+    from litspec.errors import printable
+
+    print(printable(text), file=sys.stderr, flush=True)
+
+
+def json_line(stream: TextIO, value: Any) -> str:
+    """JSON on one line; more is escaped where the stream's encoding lacks a character."""
+    from litspec.jobs.disk import as_line, dump
+
+    line = as_line(dump(value)).decode()
+    try:
+        line.encode(stream.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(value) + "\n"
+    return line
 
 
 def announce_compiling(runner: Any) -> None:
@@ -103,19 +121,27 @@ def announce_compiling(runner: Any) -> None:
     runner.notify = say
 
 
-def _sample(llm: Any, prompt: str, include_prompt: bool, output_format: str, tint: Any, **settings: Any) -> None:
-    """Prints one text and what it cost."""
+def _sample(
+    llm: Any,
+    prompt: str,
+    include_prompt: bool,
+    output_format: str,
+    tint: Any,
+    clean: Callable[[str], str],
+    **settings: Any,
+) -> None:
+    """Prints one text and what it cost. `clean` makes of the text what is shown."""
     compiled = llm.compile_seconds
     stream = llm.generate(prompt, stream=True, **settings)
     as_text = output_format == "text"
     if as_text and include_prompt:
-        sys.stdout.write(prompt)
+        sys.stdout.write(clean(prompt))
     try:
         for piece in stream:
             if tint is not None:
-                tint.write(stream.latest)
+                tint.write([piece._replace(text=clean(piece.text)) for piece in stream.latest])
             elif as_text:
-                sys.stdout.write(piece)
+                sys.stdout.write(clean(piece))
                 sys.stdout.flush()
     finally:
         if as_text:
@@ -130,7 +156,8 @@ def _sample(llm: Any, prompt: str, include_prompt: bool, output_format: str, tin
             "finish_reason": completion.finish_reason,
             "stats": completion.stats.as_dict(),
         }
-        print(json.dumps(record, ensure_ascii=False), flush=True)
+        sys.stdout.write(json_line(sys.stdout, record))
+        sys.stdout.flush()
     log(completion.stats.summary())
     if compiled := llm.compile_seconds - compiled:
         log(f"Before the first token {compiled:.0f} s went into compiling.")

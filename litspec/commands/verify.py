@@ -105,8 +105,8 @@ def verify(
     from litspec.llm import SpecLLM
 
     llm = SpecLLM.load(**vars(load))
-    drafters = ["prompt_lookup", "early_exit"]
-    if llm.placed.draft_model is not None:
+    drafters = ["prompt_lookup", "suffix", "early_exit"]
+    if llm.draft_name is not None:
         drafters.insert(0, "draft_model")
     sampled = dict(temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p)
     modes = {"greedy": dict(temperature=0.0), "coupled": dict(sampler="coupled", **sampled)}

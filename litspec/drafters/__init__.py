@@ -1,4 +1,4 @@
-"""Who proposes: a draft model, the text itself, the target's own first layers, or an object of the caller's."""
+"""Who proposes: a draft model, this text and earlier ones, the target's own layers, or an object of the caller's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from litspec.drafters.draft_model import DraftModel
 from litspec.drafters.early_exit import EarlyExit
 from litspec.drafters.prompt_lookup import PromptLookup
 from litspec.drafters.speculative_k import AdaptiveK, FixedK, SpeculativeK
+from litspec.drafters.suffix import Suffix
 from litspec.errors import InputError
 from litspec.types import DrafterName
 
@@ -33,6 +34,7 @@ __all__ = [
     "PromptLookup",
     "Proposal",
     "SpeculativeK",
+    "Suffix",
     "make_drafter",
 ]
 
@@ -45,6 +47,7 @@ def make_drafter(
     placed: Placed,
     *,
     pair: PairReport | None = None,
+    published: Drafter | None = None,
     exit_layer: int | None = None,
     max_ngram: int = 3,
     min_ngram: int = 1,
@@ -53,9 +56,10 @@ def make_drafter(
 
     Args:
         drafter: Its name, or an object of the protocol, which is taken as it is. "auto" is the draft model where one
-            was loaded, else prompt lookup.
+            was loaded, or the drafter that was published for the target, else prompt lookup.
         placed: The target, and the draft model where one was loaded.
         pair: What the two vocabularies have in common; None where they are the same.
+        published: What draft_dir holds where that is no draft model, see `drafters.folders`.
         exit_layer: Layers that draft, for "early_exit"; None for a quarter of them.
         max_ngram: Longest run of tokens that "prompt_lookup" looks for ...
         min_ngram: ... and the shortest.
@@ -70,10 +74,15 @@ def make_drafter(
     check_drafter_choice(drafter)
     if not isinstance(drafter, str):
         return drafter
+    if published is not None and drafter in ("auto", "draft_model"):
+        return published
     max_k = placed.verify_width - 1
 
     def prompt_lookup() -> Drafter:
         return PromptLookup(max_k, max_ngram=max_ngram, min_ngram=min_ngram)
+
+    def suffix() -> Drafter:
+        return Suffix(max_k)
 
     def early_exit() -> Drafter:
         return EarlyExit(placed.model, max_k=max_k, exit_layer=exit_layer)
@@ -101,6 +110,7 @@ def make_drafter(
         "draft_model": draft_model,
         "prompt_lookup": prompt_lookup,
         "lookup_then_model": lookup_then_model,
+        "suffix": suffix,
         "early_exit": early_exit,
         "none": none,
     }

@@ -24,6 +24,8 @@ BORDERS = (64, 128, 256, 512, 1024)
 # What values in the cache are multiplied by, where their type can hold it; see `_Trial`.
 LOUD = 2.0**22
 # Where the texts of a batch are tried: one in each of the first buckets, and one behind the first chunk of 512.
+# So many numbers are tried where rows feel their places.
+MORE = 8
 SHORT, LONG = (4, 60, 100), (4, 60, 300, 532)
 
 
@@ -37,6 +39,9 @@ def distinct_blocks(model: GPT) -> int:
 def find_rows(model: GPT, most: int, *, borders: Sequence[int] = BORDERS) -> tuple[int, ...]:
     """The numbers of rows whose results are those of `most` rows, to the bit.
 
+    Where a row of so many would feel its place among them, the next number of which that does not hold is taken for
+    `most`: of products in pieces of four rows, five rows are no class.
+
     For each number, blocks at both ends of the block of `most` rows are compared: keys and values written, the residual
     stream, and, at the first border, the logits. Costs some 2 * most * (len(borders) + 1) forwards of
     `distinct_blocks` layers, and 2 * most of the head.
@@ -48,17 +53,22 @@ def find_rows(model: GPT, most: int, *, borders: Sequence[int] = BORDERS) -> tup
         borders: K/V lengths across which blocks are tried; those beyond the model's context are left out.
 
     Returns:
-        Numbers in [1, most] in rising order, `most` always among them.
+        Numbers in rising order; the last is `most`, or a few more.
 
     Raises:
         InputError: `most` is less than 1, or the model cannot hold a text of so many tokens.
     """
     if most < 1:
         raise InputError(f"The most rows of a forward must be at least 1, got {most}.")
-    trial = _Trial(model, min(model.config.block_size, max(borders, default=0) + most), width=most)
-    first = [0, *((border - most // 2) // 4 * 4 for border in borders if border + most <= trial.cache.max_seq_length)]
-    # The one with logits is the first across a border, where there is one.
-    with_logits = first[1] if len(first) > 1 else 0
+    for size in (*range(most, most + MORE), most):
+        trial = _Trial(model, min(model.config.block_size, max(borders, default=0) + size + 1), width=size + 1)
+        inside = [border for border in borders if border + size < trial.cache.max_seq_length]
+        first = [0, *((border - size // 2) // 4 * 4 for border in inside)]
+        # The one with logits is the first across a border, where there is one.
+        with_logits = first[1] if len(first) > 1 else 0
+        if all(trial.keeps_place(position, size, position == with_logits) for position in first):
+            break
+    most = size
     found = set(range(1, most))
     for position in first:
         logits = position == with_logits
@@ -145,6 +155,11 @@ class _Trial:
             buffer.copy_(values.flatten(1, 3).to(buffer.dtype).expand_as(buffer))
         device = self.cache.slots.device
         self.text = torch.randint(model.config.vocab_size, (self.cache.size,), generator=generator).to(device)
+
+    def keeps_place(self, position: int, n: int, logits: bool) -> bool:
+        """Whether rows come to the same in blocks of n that begin one row apart."""
+        here, next_one = self.run([position], n, logits), self.run([position + 1], n, logits)
+        return here.part(1, n - 1).equals(next_one.part(0, n - 1))
 
     def run(self, first: Sequence[int], n: int, logits: bool, at: int = 0) -> _Seen:
         """Runs n rows of the text from each position on, in the cache's sequences from `at` on."""

@@ -159,7 +159,8 @@ def run_round(slots: Sequence[Slot], cache: Slots) -> list[tuple[Slot, list[int]
     for i, slot in enumerate(slots):
         if slot.draft is not None and slot.error is None:
             tokens = found[slot.number][0]
-            states = None if hidden is None else hidden[i][: len(tokens)]
+            states = hidden[i]
+            states = None if states is None else states[: len(tokens)]
             # A copy: what a drafter does with it cannot reach the text.
             slot.draft.commit(list(tokens), slot.text.input_pos + 1, states)
         slot.draft_seconds += drafted - began
@@ -223,27 +224,29 @@ def checked(proposal: Proposal, drafter: str, target: TargetSession) -> Proposal
 
 def verify(
     slots: Sequence[Slot], proposals: Sequence[Proposal], cache: Slots
-) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """Runs the target over all proposals and chooses.
 
     Returns:
-        The outcome of each text, one after the other, and the states of each text's rows where drafters have taps.
+        The outcome of each text, one after the other, and for each what the taps of its drafter saw in its rows, None
+        where it has none.
     """
     rows = slots[0].target.rows_for(max(proposal.tokens.size(0) for proposal in proposals))
-    packed, hidden = [], []
+    packed: list[torch.Tensor] = []
+    hidden: list[torch.Tensor | None] = []
     for first, members in cache.groups([slot.number for slot in slots], rows):
         chosen = [i for i, slot in enumerate(slots) if first <= slot.number < first + members]
         found, states = _verify_group(
             [slots[i] for i in chosen], [proposals[i] for i in chosen], cache, first, members, rows
         )
         packed.append(found)
-        hidden += [] if states is None else [states[slots[i].number - first] for i in chosen]
-    return packed[0] if len(packed) == 1 else torch.cat(packed), hidden or None
+        hidden += states
+    return packed[0] if len(packed) == 1 else torch.cat(packed), hidden
 
 
 def _verify_group(
     slots: Sequence[Slot], proposals: Sequence[Proposal], cache: Slots, first: int, members: int, rows: int
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """`verify` for texts among `members` neighbouring slots from `first` on, in one forward."""
     target = slots[0].target
     placed, device = target.placed, target.device
@@ -262,7 +265,8 @@ def _verify_group(
     step = Verification(target, tuple(slot.number - first for slot in slots), rows, kv_length, slots)
     q = [step.form(proposal.q, proposal.tokens, slot.sampler) for slot, proposal in zip(slots, proposals)]
     inputs = [slot.sampler.inputs(device, slot.text.input_pos + 1, rows) for slot in slots]
-    return step.run(buffers, placed.same(block), input_pos, q, inputs)
+    packed, hidden = step.run(buffers, placed.same(block), input_pos, q, inputs)
+    return packed, [step.states(hidden, slot.number - first, slot.taps) for slot in slots]
 
 
 class Verification:
@@ -311,6 +315,15 @@ class Verification:
             return q
         rows = (0, 0, 0, missing)
         return Distribution(F.pad(q.probs, rows), None if q.ids is None else F.pad(q.ids, rows))
+
+    def states(self, hidden: torch.Tensor | None, number: int, taps: tuple[int, ...]) -> torch.Tensor | None:
+        """What the taps of one text saw, (rows, len(taps) * C), of what those of all texts saw; None without taps."""
+        if hidden is None or not taps:
+            return None
+        if taps == self._taps:
+            return hidden[number]
+        parts = hidden[number].chunk(len(self._taps), dim=-1)
+        return torch.cat([parts[self._taps.index(tap)] for tap in taps], dim=-1)
 
     def key(self, buffers: KVCache, q: Sequence[Distribution | None]) -> Hashable:
         """Names all that the step depends on."""

@@ -17,6 +17,7 @@ import litgpt.model
 import torch
 import torch.nn as nn
 
+from litspec.arguments import checked
 from litspec.engine.sequence import Text
 from litspec.errors import InputError
 from litspec.model.attention import CausalSelfAttention, MultiheadLatentAttention
@@ -48,6 +49,14 @@ def _forward(model: nn.Module, tokens: torch.Tensor, input_pos: torch.Tensor, in
     logits = model(idx=tokens.view(1, -1), input_pos=input_pos, input_pos_maxp1=input_pos_maxp1)[0]
     _seen_vocab_sizes[model] = logits.size(-1)
     return logits
+
+
+def _known_to(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """The tokens, with another id for those that a draft model lacks; any will do. Nothing is read to the host."""
+    size = _vocab_size(model)
+    if size is None:
+        size = next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), None)
+    return tokens if size is None else torch.where(tokens < size, tokens, 0)
 
 
 def _plus(input_pos_maxp1: int | torch.Tensor | None, i: int) -> int | torch.Tensor | None:
@@ -120,6 +129,7 @@ def speculative_decoding(
     Raises:
         InputError: For a wrong setting, or logits that are not numbers (names the model and the position).
     """
+    checked("speculative_k", speculative_k, int)
     if speculative_k < 0:
         raise InputError(f"speculative_k must be at least 0, got {speculative_k}")
     sampler = _sampler(**sample_kwargs)
@@ -162,18 +172,28 @@ def _round(
     # Draft: k tokens, one by one. Ids that the target does not have are never proposed.
     vocab_size = _vocab_size(target_model)
     proposal, rows, finite = token[:0], [], []
-    drafted = token
+    drafted = _known_to(draft_model, token)
+    alive = torch.ones_like(token, dtype=torch.bool)
     for i in range(k):
         logits = _forward(draft_model, drafted, input_pos + i, _plus(input_pos_maxp1, i))[-1:, :vocab_size]
-        drafted, q = sampler.draw(logits, 0)
-        proposal = torch.cat((proposal, drafted))
+        top = logits.amax(-1)
+        # Where it allows nothing that the target has, it proposes nothing from here on.
+        nothing = top == float("-inf")
+        alive = alive & ~nothing
+        drafted, q = sampler.draw(torch.where(nothing, 0.0, logits), 0)
+        proposal = torch.cat((proposal, torch.where(alive, drafted, -1)))
         rows.append(q)
-        finite.append(logits.amax(-1))
+        finite.append(torch.where(nothing, 0.0, top))
     q = None if not rows or rows[0] is None else concatenate(rows)
 
     # Verify: k + 1 rows of the target in one pass.
     positions = input_pos + torch.arange(k + 1, device=input_pos.device)
-    logits = _forward(target_model, torch.cat((token, proposal)), positions, _plus(input_pos_maxp1, k))
+    block = torch.cat((token, proposal.clamp_min(0)))
+    logits = _forward(target_model, block, positions, _plus(input_pos_maxp1, k))
+    if logits.size(0) != k + 1:
+        raise InputError(
+            f"The target model must return logits for each of the {k + 1} tokens of a block, got {logits.size(0)}."
+        )
 
     # Accept.
     verified = sampler.verify(logits, 0, proposal, q)
@@ -204,10 +224,12 @@ def _check_can_verify(model: nn.Module, name: str) -> None:
 def _check_settings(
     draft_model: nn.Module, target_model: nn.Module, prompt: torch.Tensor, max_returned_tokens: int, speculative_k: int
 ) -> None:
+    checked("speculative_k", speculative_k, int)
     if speculative_k < 0:
         raise InputError(f"speculative_k must be at least 0, got {speculative_k}")
     if prompt.dim() != 1 or prompt.size(0) == 0:
         raise InputError(f"prompt must be a tensor of shape (T,) with at least one token, got {tuple(prompt.shape)}")
+    checked("max_returned_tokens", max_returned_tokens, int)
     if max_returned_tokens <= prompt.size(0):
         raise InputError(
             f"max_returned_tokens counts prompt and completion, so it must be above the prompt's {prompt.size(0)} "
@@ -278,9 +300,10 @@ def generate(
     def prefill() -> torch.Tensor:
         input_pos = torch.arange(prompt_size, device=device)
         for name, model in (("draft", draft_model), ("target", target_model)):
+            tokens = _known_to(model, prompt) if name == "draft" else prompt
             try:
                 token = module.next_token(
-                    model, input_pos, prompt.view(1, -1), input_pos_maxp1=maxp1(prompt_size), **sample_kwargs
+                    model, input_pos, tokens.view(1, -1), input_pos_maxp1=maxp1(prompt_size), **sample_kwargs
                 )
             except _NotFinite as error:
                 raise _NotFinite(name, error.position) from None

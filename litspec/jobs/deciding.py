@@ -8,19 +8,21 @@ import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from litspec.checkpoint import Checkpoint, open_checkpoint
 from litspec.config import names_of
 from litspec.demo import DEMO_DRAFT, DEMO_TARGET
+from litspec.drafters.folders import CONFIG, kind_of, open_published, resolve
 from litspec.errors import InputError
-from litspec.jobs.disk import digest
+from litspec.jobs.disk import digest, reading
 from litspec.jobs.prompts import Prompts
 from litspec.llm import SpecLLM
 from litspec.placement import TensorParallel
 from litspec.sampling import Sampling
+from litspec.text import TextCodec
 
 # `resolved` adds what of the first changes bits. The second choose the proposals: texts depend on them where proposals
 # are accepted by rejection sampling, and only there.
@@ -48,16 +50,48 @@ def checkpoint_digest(checkpoint: Checkpoint) -> str:
     parts: list[bytes | str] = []
     for name in CHECKPOINT_FILES:
         path = checkpoint.dir / name
-        parts += [name, path.read_bytes() if path.is_file() else b""]
-    with open(checkpoint.weights, "rb") as file:
-        with zipfile.ZipFile(file) as archive:
-            parts += [f"{item.filename} {item.file_size} {item.CRC}" for item in archive.infolist()]
-        size = file.seek(0, os.SEEK_END)
-        parts.append(str(size))
-        for i in range(BLOCKS):
-            file.seek(size * i // BLOCKS)
-            parts.append(file.read(BLOCK_BYTES))
+        with reading(path):
+            parts += [name, path.read_bytes() if path.is_file() else b""]
+    with reading(checkpoint.weights), open(checkpoint.weights, "rb") as file:
+        parts += _table_of_contents(file, checkpoint)
+        parts += _samples(file)
     return digest(*parts)
+
+
+def _table_of_contents(file: BinaryIO, checkpoint: Checkpoint) -> list[str]:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return [f"{item.filename} {item.file_size} {item.CRC}" for item in archive.infolist()]
+    except OSError:
+        raise
+    except Exception as error:  # a damaged one can raise nearly anything
+        raise InputError(
+            f"{str(checkpoint.weights)!r} ({checkpoint.role}) is damaged, its table of contents cannot be read: "
+            f"{' '.join(str(error).split())}; download or convert the checkpoint again."
+        ) from error
+
+
+def draft_digest(draft_dir: str | Path) -> str:
+    """The same of what draft_dir holds, a checkpoint or a published drafter."""
+    if kind_of(draft_dir) == "litgpt":
+        return checkpoint_digest(open_checkpoint(draft_dir, role="draft_dir"))
+    folder = resolve(draft_dir)
+    with reading(folder / CONFIG):
+        parts: list[bytes | str] = [(folder / CONFIG).read_bytes()]
+    for path in sorted(path for path in set(open_published(folder).files.values()) if path.is_file()):
+        with reading(path), open(path, "rb") as file:
+            parts += [path.name, *_samples(file)]
+    return digest(*parts)
+
+
+def _samples(file: BinaryIO) -> list[bytes | str]:
+    """A file's size, and blocks from all over it."""
+    size = file.seek(0, os.SEEK_END)
+    parts: list[bytes | str] = [str(size)]
+    for i in range(BLOCKS):
+        file.seek(size * i // BLOCKS)
+        parts.append(file.read(BLOCK_BYTES))
+    return parts
 
 
 def deciding(prompts: Prompts, load: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,14 +113,25 @@ def deciding(prompts: Prompts, load: Mapping[str, Any], settings: Mapping[str, A
         "num_samples": prompts.num_samples,
         "checkpoint_dir": checkpoint_digest(target),
     }
+    found |= _decided_by_folder(TextCodec(target.dir, target.config))
     if depends_on_proposals(prompts, settings):
         draft = DEMO_DRAFT if embedded else load["draft_dir"]
-        if draft is not None and load["drafter"] in ("auto", "draft_model"):
-            draft = checkpoint_digest(open_checkpoint(draft, role="draft_dir"))
-        else:
-            draft = None
+        wanted = draft is not None and load["drafter"] in ("auto", "draft_model")
+        draft = draft_digest(draft) if wanted else None
         found |= {name: given[name] for name in DRAFTING if name != "drafter"} | {"draft_dir": draft}
     return json.loads(json.dumps(found, default=str))
+
+
+def _decided_by_folder(codec: TextCodec) -> dict[str, Any]:
+    """What LitGPT makes of a folder's files, in part by the folder's name."""
+    style = codec.prompt_style
+    rendered = [style.apply("a prompt", sys_prompt=given) for given in (None, "a system prompt")]
+    return {
+        "bos": bool(codec.tokenizer.use_bos),
+        "prompt_style": f"{type(style).__module__}.{type(style).__qualname__}",
+        "prompt_template": digest(*map(str, rendered)),
+        "stop_tokens": sorted(codec.stop_tokens),
+    }
 
 
 def resolved(llm: SpecLLM, wanted: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,9 +183,10 @@ def refuse_other(out: Path, begun: Mapping[str, Any], wanted: Mapping[str, Any])
         "prompts_file": "the content of prompts_file",
         "checkpoint_dir": "the checkpoint in checkpoint_dir",
         "draft_dir": "the checkpoint in draft_dir",
+        "prompt_template": "what the prompt style makes of a prompt",
     }
     changed = [
-        hashed.get(name) or f"{name} (then {begun.get(name)!r}, now {value!r})"
+        hashed.get(name) or f"{name} (then {_shown(begun.get(name))}, now {_shown(value)})"
         for name, value in wanted.items()
         if begun.get(name) != value
     ]
@@ -149,6 +195,14 @@ def refuse_other(out: Path, begun: Mapping[str, Any], wanted: Mapping[str, Any])
             f"{str(out)!r} was begun otherwise and cannot be resumed: {', '.join(changed)} changed; give the same as "
             "then, or another out_file."
         )
+
+
+def _shown(value: Any, limit: int = 200) -> str:
+    try:
+        text = repr(value)
+    except RecursionError:
+        return f"a {type(value).__name__} that is nested too deep"
+    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def _precision(model: torch.nn.Module) -> str:

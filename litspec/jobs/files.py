@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import os
+import re
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
@@ -17,11 +17,26 @@ import torch
 from litspec import __version__
 from litspec.errors import InputError
 from litspec.jobs.deciding import refuse_other
-from litspec.jobs.disk import LineFile, as_line, dump, load_line, locked, log, whole_lines, write_atomically
+from litspec.jobs.disk import (
+    LineFile,
+    as_line,
+    begins_with,
+    dump,
+    load_line,
+    locked,
+    log,
+    read_own,
+    whole_lines,
+    write_atomically,
+    writing,
+)
 from litspec.jobs.prompts import Prompts, Request
 
-FORMAT = 1
+FORMAT = 2
 SYNC_SECONDS = 1.0
+# The names of files that may be removed when a job is through, if their content is a job's too.
+PART = re.compile(r"rank\d+-\d+\.part")
+TEMPORARY = re.compile(r"job\.json\.[0-9a-f]{16}\.tmp")
 
 
 class Answer(NamedTuple):
@@ -70,7 +85,12 @@ class JobFiles:
     """
 
     def __init__(self, out_file: str | Path) -> None:
-        self.out = Path(os.path.realpath(out_file))
+        try:
+            self.out = Path(os.path.realpath(out_file))
+        except ValueError as error:
+            raise InputError(f"out_file is {str(out_file)!r}, which is no name of a file: {error}.") from error
+        if not str(out_file):
+            raise InputError("out_file is ''; give the name of the file that the texts go to.")
         if not self.out.parent.is_dir():
             raise InputError(f"The folder of out_file, {str(self.out.parent)!r}, does not exist; make it first.")
         self.stats = self._beside("stats.jsonl")
@@ -102,12 +122,12 @@ class JobFiles:
                         "another out_file, or move it away."
                     )
             return Done()
+        description = self._description()
+        self._check_stats()
         if not os.path.lexists(self.out):
             # The run ended before it began, or its texts were thrown away: the rest is worth nothing then.
             return Done()
-        if not self.out.is_file():
-            raise InputError(f"out_file {str(self.out)!r} is not a file.")
-        refuse_other(self.out, self._description()["decides"], wanted)
+        refuse_other(self.out, description["decides"], wanted)
         lines = size = errors = stats_lines = stats_size = 0
         for line in whole_lines(self.out):
             found = load_line(line)
@@ -117,6 +137,8 @@ class JobFiles:
                     "behind it to resume from there, or give another out_file."
                 )
             lines, size, errors = lines + 1, size + len(line), errors + ("error" in found)
+        if lines == 0 and not begins_with(self.out, dump(prompts[0].head)[:-1].encode()):
+            raise InputError(f"{str(self.out)!r} holds what no job wrote; give another out_file, or move it away.")
         for line in whole_lines(self.stats):
             if stats_lines == lines or not _is_about(load_line(line), prompts[stats_lines]):
                 break
@@ -150,13 +172,26 @@ class JobFiles:
         return Results(self, prompts, done)
 
     def _description(self) -> dict[str, Any]:
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            found = json.loads(self.job.read_bytes())
-            if found["format"] == FORMAT and found["decides"].keys() and found["made_with"].keys():
+        """What `begin` wrote. A file of this name that is none is refused, whatever else there is: it is not ours."""
+        content = b""
+        with suppress(FileNotFoundError):
+            content = read_own(self.job)
+        with suppress(ValueError, RecursionError, KeyError, TypeError):
+            found = json.loads(content)
+            if found["format"] == FORMAT and all(isinstance(found[part], dict) for part in ("decides", "made_with")):
                 return found
         raise InputError(
-            f"{str(self.job)!r} does not describe a job that this version can resume; give another out_file."
+            f"{str(self.job)!r} does not describe a job that this version can resume; give another out_file, or move "
+            "it away."
         )
+
+    def _check_stats(self) -> None:
+        """Refuses a stats file that no job wrote, which would be cut off."""
+        first = next(whole_lines(self.stats), None)
+        found = load_line(first or b"{}")
+        ours = ("id" in found and not found.keys() - {"id", "sample"}) or "new_tokens" in found or "error" in found
+        if not (ours if first is not None else begins_with(self.stats, b'{"id": ')):
+            raise InputError(f"{str(self.stats)!r} holds what no job wrote; give another out_file, or move it away.")
 
     def new_part(self, rank: int, job: int) -> PartFile:
         """A file for the texts of one rank. Every run makes its own: a rank of a killed run may still write."""
@@ -169,10 +204,25 @@ class JobFiles:
 
     def parts(self) -> list[Path]:
         """The files of single ranks, of this run and earlier ones."""
-        return sorted(self.out.parent.glob(f"{glob.escape(self.out.name)}.rank*.part"))
+        return [path for path in self._named(PART) if begins_with(path, b'{"job": ')]
+
+    def _named(self, name: re.Pattern[str]) -> list[Path]:
+        """Files beside the out file whose names end so; links and what is no file are left out."""
+        begin = f"{self.out.name}."
+        with writing(self.out.parent), os.scandir(self.out.parent) as entries:
+            found = [
+                Path(self.out.parent, entry.name)
+                for entry in entries
+                if entry.name.startswith(begin)
+                and name.fullmatch(entry.name[len(begin) :])
+                and entry.is_file(follow_symlinks=False)
+            ]
+        return sorted(found)
 
     def remove_parts(self) -> None:
-        for path in self.parts():
+        """Removes what a job makes for a time: files of single ranks, and descriptions that were not finished."""
+        unfinished = [path for path in self._named(TEMPORARY) if begins_with(path, b'{\n  "format": ')]
+        for path in self.parts() + unfinished:
             path.unlink(missing_ok=True)
 
 
@@ -273,7 +323,7 @@ class Parts:
                     position = -1
                     break
                 if position > 0:
-                    if "number" not in found:
+                    if _answer(found) is None:
                         break  # not all of it has come yet, on a disk that several machines share
                     self._where.setdefault(found["number"], (path, position))
                 position += len(line)
@@ -281,7 +331,17 @@ class Parts:
 
     def take(self, number: int) -> Answer:
         path, position = self._where.pop(number)
-        return Answer(**load_line(next(whole_lines(path, position))))
+        answer = _answer(load_line(next(whole_lines(path, position), b"")))
+        if answer is None or answer.number != number:
+            raise InputError(f"{str(path)!r} was removed or changed while the job read it; run the same command again.")
+        return answer
+
+
+def _answer(found: Mapping[str, Any]) -> Answer | None:
+    """The text that a line of a rank's file holds; None where it holds none."""
+    number, line, stats = (found.get(name) for name in Answer._fields)
+    texts = isinstance(line, str) and isinstance(stats, str) and load_line(line.encode()) and load_line(stats.encode())
+    return Answer(number, line, stats) if texts and isinstance(number, int) else None
 
 
 def _is_about(found: Mapping[str, Any], request: Request) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,6 +77,12 @@ class Prompts(Sequence[Request]):
                 f"{str(path)!r}"
             )
         try:
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                # Every rank reads it, and so does the next run: a pipe gives its content once and makes them wait.
+                raise InputError(
+                    f"prompts_file {str(path)!r} is no plain file; write the prompts into one, it is read more than "
+                    "once."
+                )
             content = Path(path).read_bytes()
         except OSError as error:
             raise InputError(f"prompts_file {str(path)!r} cannot be read: {error.strerror or error}.") from error
@@ -123,6 +131,8 @@ class Prompts(Sequence[Request]):
             dump(found).encode()
         except UnicodeEncodeError as error:
             raise InputError(f"{where} is not valid Unicode: it holds half of a surrogate pair.") from error
+        except RecursionError as error:  # what can be read need not be shallow enough to be written
+            raise InputError(f"{where} is nested too deep; a line holds strings and numbers.") from error
         id_ = found.pop("id", None)
         if id_ is not None:
             if not (isinstance(id_, str) or _is_int(id_)):

@@ -14,9 +14,9 @@ from litgpt.config import Config
 from torch import Tensor, nn
 
 from litspec.errors import InputError
-from litspec.model.attention import CausalSelfAttention, MultiheadLatentAttention, mask_kind
+from litspec.model.attention import MAX_FOLDED_ROWS, CausalSelfAttention, MultiheadLatentAttention, mask_kind
 from litspec.model.bound import bound
-from litspec.model.kv_cache import SMALLEST_COMPILED, KVCache, MaskKind, Step, kv_bucket
+from litspec.model.kv_cache import SMALLEST_COMPILED, KVCache, Step, kv_bucket
 from litspec.model.mlp import build_mlp
 from litspec.model.norm import build_norm
 
@@ -58,7 +58,7 @@ class Block(nn.Module):
         if not self.shared_attention_norm:
             normed = x if self.parallel_residual else attended
             normed = normed if self._norm_2 is None else self._norm_2(normed)
-        y = self._mlp(normed)
+        y = self._mlp(normed, step.exact)
         return attended + (y if self._post_mlp_norm is None else self._post_mlp_norm(y))
 
 
@@ -100,7 +100,6 @@ class GPT(nn.Module):
         self._blocks = [bound(block) for block in self.transformer.h]
         attentions = [block.attn for block in self.transformer.h]
         self._attention_kinds = {(a.window, a.n_head // a.n_query_groups, a.softcap) for a in attentions}
-        self._mask_kinds: dict[int, set[MaskKind]] = {}  # by width
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         result = super().load_state_dict(*args, **kwargs)
@@ -174,7 +173,9 @@ class GPT(nn.Module):
             input_pos = torch.full((idx.size(0),), first, device=idx.device)
             kv_length = cache.bucket(first + chunk.size(1))
             # Not named: the mask of one chunk is gone before that of the next is made.
-            x, hidden = self._rows(chunk, self._step(cache, input_pos, chunk.size(1), kv_length), cache, taps)
+            x, hidden = self._rows(
+                chunk, self._step(cache, input_pos, chunk.size(1), kv_length, exact=False), cache, taps
+            )
             tapped += hidden
         logits = self._head(x, last=1)
         return (logits, torch.cat(tapped, dim=1)) if taps else logits
@@ -190,6 +191,7 @@ class GPT(nn.Module):
         n_layer: int | None = None,
         last: int | None = None,
         taps: Sequence[int] = (),
+        exact: bool = True,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Run a block of rows at the end of what is committed.
 
@@ -203,21 +205,19 @@ class GPT(nn.Module):
             n_layer: run only that many blocks, then the final norm and head (early exit).
             last: logits of the last so many rows only; 0 leaves out the head.
             taps: blocks (0-based) after which the residual stream is wanted; -1: after the final norm.
+            exact: whether rows must keep their bits wherever they stand, see `Step`.
 
         Returns:
             Logits `(B, W, V)` (`(B, last, V)`); with taps also the states, `(B, W, len(taps) * C)`.
         """
-        step = self._step(cache, input_pos, idx.size(1), kv_length or cache.size)
+        step = self._step(cache, input_pos, idx.size(1), kv_length or cache.size, exact)
         x, hidden = self._rows(idx, step, cache, taps, n_layer)
         logits = self._head(x, last)
         return (logits, hidden[0]) if taps else logits
 
-    def _step(self, cache: KVCache, input_pos: Tensor, width: int, kv_length: int) -> Step:
-        kinds = self._mask_kinds.get(width)
-        if kinds is None:
-            kinds = {mask_kind(window, copies, width, softcap) for window, copies, softcap in self._attention_kinds}
-            self._mask_kinds[width] = kinds
-        return Step.at(cache, input_pos, width, kv_length, kinds)
+    def _step(self, cache: KVCache, input_pos: Tensor, width: int, kv_length: int, exact: bool) -> Step:
+        kinds = {mask_kind(window, copies, width, softcap) for window, copies, softcap in self._attention_kinds}
+        return Step.at(cache, input_pos, width, kv_length, kinds, exact=exact)
 
     def _rows(
         self, idx: Tensor, step: Step, cache: KVCache, taps: Sequence[int] = (), n_layer: int | None = None
@@ -322,5 +322,7 @@ class GPT(nn.Module):
         for begin in range(0, T, 512):
             rows = idx[:, begin : begin + 512]
             end = None if input_pos_maxp1 is None else cache.bucket(input_pos_maxp1 - T + begin + rows.size(1))
-            logits.append(self.verify(rows, input_pos[begin].expand(B), cache, kv_length=end))
+            # This convention does not tell a prompt from a block; none of LitGPT's loops verifies that many rows.
+            exact = T <= MAX_FOLDED_ROWS
+            logits.append(self.verify(rows, input_pos[begin].expand(B), cache, kv_length=end, exact=exact))
         return logits[0] if len(logits) == 1 else torch.cat(logits, dim=1)

@@ -123,6 +123,11 @@ class KVCache:
         return F.pad(mask, (0, 0, 0, missing)) if missing else mask
 
 
+def _sequences(positions: Tensor) -> Tensor:
+    """The number of the sequence of each row of `positions` `(B, W)`, `(N,)`."""
+    return torch.arange(len(positions), device=positions.device).unsqueeze(1).expand_as(positions).flatten()
+
+
 @dataclass(frozen=True)
 class Step:
     """What all layers of one forward share.
@@ -131,19 +136,33 @@ class Step:
         batch_size, width: B and W.
         kv_length: slots read, L.
         positions: where the rows stand, `(N,)`.
+        sequences: whose they are, `(N,)`; not read where there is one.
         rope: per rope base the rows' `(cos, sin)`, each `(N, 1, n)`.
         masks: for each kind the additive mask, see `KVCache.mask`; of a single row one copy serves for all.
+        exact: whether a row must keep its bits wherever it stands, as in a block to verify. Chunks of a prompt are
+            always cut the same way and need no such care.
     """
 
     batch_size: int
     width: int
     kv_length: int
     positions: Tensor
+    sequences: Tensor
     rope: tuple[tuple[Tensor, Tensor], ...]
     masks: dict[MaskKind, Tensor]
+    exact: bool
 
     @classmethod
-    def at(cls, cache: KVCache, input_pos: Tensor, width: int, kv_length: int, kinds: Collection[MaskKind]) -> Step:
+    def at(
+        cls,
+        cache: KVCache,
+        input_pos: Tensor,
+        width: int,
+        kv_length: int,
+        kinds: Collection[MaskKind],
+        *,
+        exact: bool,
+    ) -> Step:
         """The step of `width` rows from `input_pos` `(B,)` on, reading `kv_length` slots."""
         positions = input_pos.unsqueeze(1) + cache.slots[:width]
         flat = positions.flatten()
@@ -153,8 +172,10 @@ class Step:
             width,
             kv_length,
             flat,
+            flat if len(positions) == 1 else _sequences(positions),
             rope,
             {kind: cache.mask(positions, kv_length, kind) for kind in kinds},
+            exact,
         )
 
     def write(self, buffer: Tensor, new: Tensor) -> None:
@@ -165,14 +186,14 @@ class Step:
         if self.batch_size == 1:
             buffer.index_copy_(2, self.positions, new.transpose(0, 1).unsqueeze(0))
         else:
-            new = new.unflatten(0, (self.batch_size, self.width)).transpose(1, 2)
-            buffer.scatter_(2, self.positions.view(self.batch_size, 1, -1, 1).expand_as(new), new)
+            buffer[self.sequences, :, self.positions] = new
 
     def to(self, device: torch.device) -> Step:
         """The same step for layers on another device."""
         return replace(
             self,
             positions=self.positions.to(device),
+            sequences=self.sequences.to(device),
             rope=tuple((cos.to(device), sin.to(device)) for cos, sin in self.rope),
             masks={kind: mask.to(device) for kind, mask in self.masks.items()},
         )

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from litgpt.config import Config
 from torch import Tensor, nn
 
-from litspec.model.attention import MAX_FOLDED_ROWS
 from litspec.model.bound import bound
 
 # PyTorch's CPU operators go through a tensor in vectors, up to 64 elements a step, and hand what is left over to a
@@ -19,17 +18,19 @@ from litspec.model.bound import bound
 # also cut the tensor into one piece per thread, each with its own left-overs.
 VECTOR_STEP = 64
 SINGLE_THREADED = 16384
+# Rows of a prompt's chunk up to which gathering each expert's own costs more than it saves.
+SHORT_CHUNK = 64
 
 
-def activate(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def activate(function: Callable[[Tensor], Tensor], x: Tensor, exact: bool = True) -> Tensor:
     """An elementwise function of rows `x` `(N, size)`, such that a row's result does not depend on its place.
 
-    One call does where all rows fall on whole vectors of one thread; else each row gets a call of its own. Prefill
-    chunks are always cut the same way and need no such care, nor do GPUs, which compute every element alike.
+    One call does where all rows fall on whole vectors of one thread; else each row gets a call of its own. Nothing of
+    that is needed for rows that need not be `exact` (see `Step`), nor on GPUs, which compute every element alike.
     """
     rows, size = x.shape
     whole = size % VECTOR_STEP == 0 and rows * size <= SINGLE_THREADED
-    if whole or rows == 1 or rows > MAX_FOLDED_ROWS or not x.is_cpu:
+    if whole or rows == 1 or not exact or not x.is_cpu:
         return function(x)
     return torch.stack([function(row) for row in x])
 
@@ -46,9 +47,9 @@ class GptNeoxMLP(litgpt.model.GptNeoxMLP):
         """Takes up the weights as they are now."""
         self._fc, self._proj = bound(self.fc), bound(self.proj)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Rows `(N, C)` to `(N, C)`."""
-        return self._proj(activate(self.activation, self._fc(x)))
+    def forward(self, x: Tensor, exact: bool = True) -> Tensor:
+        """Rows `(N, C)` to `(N, C)`; `exact` as in `Step`."""
+        return self._proj(activate(self.activation, self._fc(x), exact))
 
 
 class LLaMAMLP(litgpt.model.LLaMAMLP):
@@ -64,20 +65,20 @@ class LLaMAMLP(litgpt.model.LLaMAMLP):
         """Takes up the weights as they are now."""
         self._fc_1, self._fc_2, self._proj = bound(self.fc_1), bound(self.fc_2), bound(self.proj)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Rows `(N, C)` to `(N, C)`."""
-        return self._proj(activate(self.activation, self._fc_1(x)) * self._fc_2(x))
+    def forward(self, x: Tensor, exact: bool = True) -> Tensor:
+        """Rows `(N, C)` to `(N, C)`; `exact` as in `Step`."""
+        return self._proj(activate(self.activation, self._fc_1(x), exact) * self._fc_2(x))
 
 
 class GroupedTopkRouter(litgpt.model.GroupedTopkRouter):
     """The router of DeepSeek-V3 (arXiv 2412.19437): the best experts of the best groups."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, exact: bool = True) -> tuple[Tensor, Tensor]:
         """Weights and ids of the experts of each row of `x` `(rows, C)`, both `(rows, n_expert_per_token)`."""
         # In float32 a small product rounds by its number of rows, whatever precision the rows have: each by itself.
         weight = self.weight.float()
-        rows = x.float().split(1 if 1 < len(x) <= MAX_FOLDED_ROWS else len(x))
-        scores = activate(torch.sigmoid, torch.cat([F.linear(row, weight) for row in rows]))
+        rows = x.float().split(1 if exact else len(x))
+        scores = activate(torch.sigmoid, torch.cat([F.linear(row, weight) for row in rows]), exact)
         experts = self.get_topk_indices(scores)
         probs = scores.gather(1, experts)
         if self.config.norm_topk_prob:
@@ -103,16 +104,16 @@ class LLaMAMoE(nn.Module):
         for expert in (*self.experts, *([self.shared_experts] if self.config.n_shared_expert else [])):
             expert.bind()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, exact: bool = True) -> Tensor:
         """Rows `x` `(N, C)` through the experts each is routed to, `(N, C)`.
 
-        In a block to verify, an expert that any row is routed to runs on all rows, with weight zero where it was not
-        asked for: a product over only its own rows would sum in another order for another choice of rows. Long prefill
-        chunks, always cut the same way, hand each expert its own rows. Which experts are touched is read on the host;
-        a compiled graph cannot, and runs them all.
+        Where rows are to be `exact` (see `Step`), an expert that any row is routed to runs on all rows, with weight
+        zero where it was not asked for: a product over only its own rows would sum in another order for another choice
+        of rows. Chunks of a prompt, always cut the same way, hand each expert its own rows. Which experts are touched
+        is read on the host; a compiled graph cannot, and runs them all.
         """
         if self.config.n_expert_groups:
-            probs, experts = self.gate(x)
+            probs, experts = self.gate(x, exact)
         else:
             logits, experts = self.gate(x).topk(self.config.n_expert_per_token)
             probs = logits.softmax(dim=-1, dtype=torch.float32)
@@ -121,12 +122,12 @@ class LLaMAMoE(nn.Module):
         y = torch.zeros_like(x)
         touched = range(len(self.experts)) if torch.compiler.is_compiling() else experts.unique().tolist()
         for expert in touched:
-            if len(x) <= MAX_FOLDED_ROWS:
-                y = torch.addcmul(y, self.experts[expert](x), weights[:, expert, None])
+            if exact or len(x) <= SHORT_CHUNK:
+                y = torch.addcmul(y, self.experts[expert](x, exact), weights[:, expert, None])
             else:
                 own = (experts == expert).any(dim=-1).nonzero().squeeze(-1)
-                y.index_add_(0, own, self.experts[expert](x[own]) * weights[own, expert, None])
-        return y + self.shared_experts(x) if self.config.n_shared_expert else y
+                y.index_add_(0, own, self.experts[expert](x[own], exact) * weights[own, expert, None])
+        return y + self.shared_experts(x, exact) if self.config.n_shared_expert else y
 
 
 def build_mlp(config: Config, block_idx: int) -> nn.Module:

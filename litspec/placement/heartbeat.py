@@ -7,8 +7,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from subprocess import Popen
 
 import torch.distributed as dist
 
@@ -39,18 +40,17 @@ class Heartbeat:
     Args:
         rank: This process ...
         world_size: ... of so many.
-        share_int: Gives rank 0's number to all ranks.
+        store: Shared by all ranks, see `own_store`.
+        children: Processes that this one has started as ranks: of these it sees at once that they have ended.
     """
 
-    def __init__(self, rank: int, world_size: int, share_int: Callable[[int], int]) -> None:
+    def __init__(
+        self, rank: int, world_size: int, store: dist.Store, children: Mapping[int, Popen[bytes]] | None = None
+    ) -> None:
         self.rank, self.world_size = rank, world_size
         self.needed = False
-        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        timeout = timedelta(seconds=LOST_SECONDS)
-        options = dict(world_size=None, wait_for_workers=False, timeout=timeout)
-        store = dist.TCPStore(host, 0, is_master=True, **options) if rank == 0 else None
-        port = share_int(0 if store is None else store.port)
-        self._store = store or dist.TCPStore(host, port, is_master=False, **options)
+        self._store = store
+        self._children = children or {}
         now = time.monotonic()
         self._seen = {other: (0, now) for other in range(world_size) if other != rank}
         self._ended: set[int] = set()
@@ -73,7 +73,12 @@ class Heartbeat:
     def lost(self) -> list[int]:
         """The ranks that have been silent for too long without having said that they end."""
         old = time.monotonic() - LOST_SECONDS
-        silent = [other for other, (_, seen) in self._seen.items() if seen < old and other not in self._ended]
+        dead = [rank for rank, child in self._children.items() if child.poll() is not None and child.returncode]
+        silent = [
+            other
+            for other, (_, seen) in self._seen.items()
+            if (seen < old or other in dead) and other not in self._ended
+        ]
         return [0] if 0 in silent else silent  # without rank 0 nothing is heard of the others
 
     def counter(self, name: str, step: int = 0) -> int:
@@ -123,8 +128,23 @@ class Heartbeat:
         while not self._leaving.wait(BEAT_SECONDS):
             if self.needed and (lost := self.lost()):
                 print(f"litspec: {self._sentence(lost)}", file=sys.stderr, flush=True)
-                os._exit(1)
+                os._exit(2)
 
     def _sentence(self, lost: list[int]) -> str:
         which = f"Rank {lost[0]}" if len(lost) == 1 else f"Ranks {', '.join(map(str, lost))}"
         return f"{which} of {self.world_size} ended or stopped answering, so rank {self.rank} ends too."
+
+
+def own_store(rank: int, share_int: Callable[[int], int]) -> dist.Store:
+    """A store for ranks that have met elsewhere.
+
+    Args:
+        rank: This process.
+        share_int: Gives rank 0's number to all ranks.
+    """
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    timeout = timedelta(seconds=LOST_SECONDS)
+    options = dict(world_size=None, wait_for_workers=False, timeout=timeout)
+    store = dist.TCPStore(host, 0, is_master=True, **options) if rank == 0 else None
+    port = share_int(0 if store is None else store.port)
+    return store or dist.TCPStore(host, port, is_master=False, **options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 import sys
@@ -15,16 +14,17 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.fabric.strategies import DDPStrategy, ParallelStrategy
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from litgpt.config import Config
 from torch import Tensor
 
-from litspec.checkpoint import Checkpoint
+from litspec.checkpoint import Checkpoint, check_sizes
 from litspec.engine.runner import CompiledRunner, Runner
 from litspec.engine.target import Placed
 from litspec.errors import InputError
+from litspec.lifeline import env_int
 from litspec.model import GPT
-from litspec.placement.heartbeat import Heartbeat
+from litspec.placement.heartbeat import Heartbeat, LostRank, own_store
+from litspec.placement.meeting import Meeting
 from litspec.placement.replicate import Replica
 from litspec.placement.sequential import load_sequential, split_pair
 from litspec.placement.single import Single, load_model, load_quantized
@@ -137,6 +137,9 @@ def place(
     there = _draft_device(draft_device, 1 if placement == "sequential" else ranks)
     if compile:
         _check_compile(placement, quantize, draft_device)
+    for checkpoint, rows in ((target, verify_width), (draft, 1)):
+        if checkpoint is not None:
+            _check_builds(checkpoint, rows)
     whole = Part(target, dtype, rows=verify_width, compiled=compile)
     small = None
     if draft is not None:
@@ -165,11 +168,11 @@ def place(
         _check_compile("tensor_parallel", quantize, draft_device)
     if cut:
         whole, small = _cut(whole, small, draft_placement, ranks)
-    fabric = _launch(accelerator, devices, num_nodes, "tensor_parallel" if cut else placement, ranks)
+    fabric, heartbeat = _launch(accelerator, devices, num_nodes, "tensor_parallel" if cut else placement, ranks)
     rank = fabric.global_rank
-    heartbeat = _heartbeat(rank, ranks)
     models = _load(whole, small, fabric.device, rank, ranks, quantize)
     if cut:
+        heartbeat.needed = False
         return TensorParallel(*models, fabric.device, verify_width, rank, ranks, heartbeat)
     return Replica(*models, fabric.device, verify_width, rank, ranks, _runner(fabric.device, compile), heartbeat)
 
@@ -232,10 +235,10 @@ def process_rank() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     if TorchElasticEnvironment.detect():
-        return int(os.environ["RANK"])
+        return env_int("RANK")
     if SLURMEnvironment.detect():
-        return int(os.environ["SLURM_PROCID"])
-    return int(os.environ.get("LOCAL_RANK", 0)) or int(os.environ.get("NODE_RANK", 0))
+        return env_int("SLURM_PROCID")
+    return env_int("LOCAL_RANK", 0) or env_int("NODE_RANK", 0)
 
 
 def _launched(devices: int | str, num_nodes: int) -> tuple[int | str, int]:
@@ -243,11 +246,12 @@ def _launched(devices: int | str, num_nodes: int) -> tuple[int | str, int]:
     if devices not in (1, "1") or num_nodes != 1:
         return devices, num_nodes
     if TorchElasticEnvironment.detect():
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-        return local, int(os.environ["WORLD_SIZE"]) // local
+        world = env_int("WORLD_SIZE")
+        local = max(1, env_int("LOCAL_WORLD_SIZE", world))
+        return local, world // local
     if SLURMEnvironment.detect():
-        nodes = int(os.environ.get("SLURM_NNODES", 1))
-        return int(os.environ["SLURM_NTASKS"]) // nodes, nodes
+        nodes = max(1, env_int("SLURM_NNODES", 1))
+        return env_int("SLURM_NTASKS") // nodes, nodes
     return devices, num_nodes
 
 
@@ -277,14 +281,19 @@ def _fabric(**settings: Any) -> Fabric:
         settings["devices"] = os.environ.get("LT_DEVICES", settings["devices"])
     try:
         return Fabric(**settings)
-    except (ValueError, TypeError, RuntimeError, MisconfigurationException) as error:
+    except InputError:
+        raise
+    except Exception as error:  # of an accelerator's own library too
         names = [name for name in ("accelerator", "devices", "num_nodes") if name in settings]
         asked = ", ".join(f"{name} = {settings[name]!r}" for name in names)
         raise InputError(f"Lightning Fabric cannot give {asked}: {' '.join(str(error).split())}") from error
 
 
-def _launch(accelerator: str, devices: int | str, num_nodes: int, placement: str, ranks: int) -> Fabric:
+def _launch(
+    accelerator: str, devices: int | str, num_nodes: int, placement: str, ranks: int
+) -> tuple[Fabric, Heartbeat]:
     """Starts the other processes, or meets them where they have been started."""
+    meets = not dist.is_initialized() and not _under_fabric_run()
     if dist.is_initialized():
         if dist.get_world_size() != ranks:
             raise InputError(
@@ -306,16 +315,40 @@ def _launch(accelerator: str, devices: int | str, num_nodes: int, placement: str
             )
     fabric = _fabric(accelerator=accelerator, devices=devices, num_nodes=num_nodes, strategy=DDPStrategy())
     try:
+        if not meets:  # they have met already, or Fabric has seen to it
+            _start(fabric)
+            return fabric, _heartbeat(fabric.global_rank, ranks)
+        environment = fabric.strategy.cluster_environment
+        environment.validate_settings(num_devices=ranks // num_nodes, num_nodes=num_nodes)
+        heartbeat = _meet(Meeting(environment, ranks // num_nodes, num_nodes))
         _start(fabric)
+    except (InputError, LostRank):
+        raise
     except ValueError as error:  # the launcher's number of processes is another
         raise InputError(f"placement {placement!r}: {' '.join(str(error).split())}") from error
-    return fabric
+    except (RuntimeError, KeyError) as error:
+        raise LostRank.because(error) from error
+    return fabric, heartbeat
 
 
-@functools.cache
+_met: list[Heartbeat] = []
+
+
+def _meet(meeting: Meeting) -> Heartbeat:
+    """Beats from the meeting on: a rank that is lost before the process group stands would be waited for by it."""
+    heartbeat = Heartbeat(meeting.rank, meeting.ranks, meeting.hold(), meeting.children)
+    heartbeat.needed = True
+    _met.append(heartbeat)
+    return heartbeat
+
+
 def _heartbeat(rank: int, ranks: int) -> Heartbeat:
-    device = "cpu" if dist.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
-    return Heartbeat(rank, ranks, lambda value: int(broadcast(torch.tensor([value], device=device)).item()))
+    """That of ranks which have met before."""
+    if not _met:
+        device = "cpu" if dist.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
+        store = own_store(rank, lambda value: int(broadcast(torch.tensor([value], device=device)).item()))
+        _met.append(Heartbeat(rank, ranks, store))
+    return _met[0]
 
 
 # ---- precision ----
@@ -382,6 +415,38 @@ def layer_bytes(config: Config, dtype: torch.dtype) -> tuple[int, list[int]]:
     return ends * dtype.itemsize, [size * dtype.itemsize for size in layers]
 
 
+def _check_builds(checkpoint: Checkpoint, rows: int) -> None:
+    """Says beforehand that a config describes no model, or asks for more memory than the machine has."""
+    check_sizes(checkpoint)
+    config = checkpoint.config
+    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if rows > config.block_size:
+        raise InputError(
+            f"verify_width must be at most the model's block_size of {config.block_size:,} positions, got {rows:,}."
+        )
+    wants = {
+        f"block_size: {config.block_size:,}": 2 * 4 * config.block_size * config.rope_n_elem,  # cosines and sines
+        # Logits, what the sampler makes of them, and the widest rows within the model.
+        f"verify_width = {rows:,}": 4 * rows * (4 * config.padded_vocab_size + 4 * config.intermediate_size),
+    }
+    for what, need in wants.items():
+        if need > room:
+            raise InputError(
+                f"{checkpoint.role} {str(checkpoint.dir)!r} with {what} needs {need / 1e9:.1f} GB, but this machine "
+                f"has {room / 1e9:.1f} GB; give less."
+            )
+    try:
+        with torch.device("meta"):
+            GPT(config)
+    except InputError:
+        raise
+    except Exception as error:  # whatever sizes that do not go together make of it
+        raise InputError(
+            f"{str(checkpoint.dir / 'model_config.yaml')!r} ({checkpoint.role}) describes no model that can be built: "
+            f"{' '.join(str(error).split())[:200] or type(error).__name__}."
+        ) from error
+
+
 def _room(device: torch.device) -> int:
     """Bytes that weights may take on a device."""
     if device.type == "cuda":
@@ -409,6 +474,8 @@ def _draft_device(draft_device: str | None, ranks: int) -> torch.device | None:
         return None
     try:
         device = torch.device(draft_device)
+        if device.type == "meta":
+            raise NotImplementedError("it holds no numbers")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         why = str(error).splitlines()[0]

@@ -1,0 +1,22 @@
+"""`litspec extract_mtp`"""
+
+from __future__ import annotations
+
+import sys
+
+from litspec.arguments import spelled_out
+
+
+@spelled_out(flags=True)
+def extract_mtp(checkpoint_dir: str, out_dir: str) -> int:
+    """Writes the MTP layers of a target's Hugging Face checkpoint to a folder of their own, to draft with.
+
+    Args:
+        checkpoint_dir: Folder of the target as Hugging Face has it: config.json and safetensors.
+        out_dir: Folder to write; it must not hold weights.
+    """
+    from litspec.drafters.mtp import extract_mtp_layers
+
+    count = extract_mtp_layers(checkpoint_dir, out_dir)
+    print(f"Wrote {count} tensors to {out_dir}.", file=sys.stderr)
+    return 0

@@ -1,0 +1,373 @@
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): one layer that reads three of the target's states drafts a chain.
+
+With g_p the projected states at position p, e_q the target's embedding of the token at q, and t_n the last token:
+
+    y_p     = layer(e_(p+1), g_p)             for p < n, from the target's own states
+    d_1     = argmax head(norm(y_(n-1)))
+    y_n     = layer(e(d_1), y_(n-1)), ...     then on its own output, which is not normed unless `norm_output` says so
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.nn.functional as F
+from litgpt.config import Config
+from torch import Tensor, nn
+
+from litspec.drafters.base import Cost, Drafter, DraftSession, Proposal
+from litspec.drafters.folders import open_published
+from litspec.drafters.hf_layers import layer_config, litgpt_layer, nested, number, take
+from litspec.drafters.tapped import (
+    CHUNK,
+    MAX_K,
+    Layers,
+    Pending,
+    draw_chain,
+    embedding_of,
+    head_bytes,
+    head_logits,
+    linear,
+    load_layers,
+    norm,
+)
+from litspec.errors import InputError
+from litspec.model import GPT, KVCache
+from litspec.model.bound import bound
+from litspec.model.gpt import Block
+from litspec.model.kv_cache import Step
+from litspec.model.norm import build_norm
+from litspec.sampling import Sampler
+
+if TYPE_CHECKING:
+    from litspec.engine.target import TargetSession
+
+Function = Callable[[Tensor], Tensor]
+
+
+class EagleBlock(Block):
+    """The layer: its attention reads embedding and state side by side."""
+
+    def __init__(self, config: Config, *, norm_before_residual: bool = False) -> None:
+        super().__init__(config, 0)
+        out = self.attn.qkv.out_features
+        self.attn.qkv = nn.Linear(2 * config.n_embd, out, bias=self.attn.qkv.bias is not None)
+        self.norm_hidden = build_norm(config, config.n_embd)
+        self.norm_before_residual = norm_before_residual
+        self.bind()
+
+    def bind(self) -> None:
+        super().bind()
+        if hasattr(self, "norm_hidden"):  # not yet where a plain block has just been made
+            self._embedding_norm = cast(Function, bound(self.norm_1))
+            self._state_norm = cast(Function, bound(self.norm_hidden))
+            self._attention = cast(Callable[..., Tensor], bound(self.attn))
+            self._mlp_norm, self._feed_forward = cast(Function, bound(self.norm_2)), cast(Function, bound(self.mlp))
+
+    def forward(self, x: Tensor, step: Step, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """Rows of embedding and state `(N, 2 * C)` to `(N, C)`."""
+        embedding, state = x.chunk(2, dim=-1)
+        normed = self._state_norm(state)
+        residual = normed if self.norm_before_residual else state
+        y = residual + self._attention(
+            torch.cat((self._embedding_norm(embedding), normed), dim=-1), step, k_cache, v_cache
+        )
+        return y + self._feed_forward(self._mlp_norm(y))
+
+
+class Eagle(Drafter):
+    """Drafts with an EAGLE-3 head, see `drafters.Drafter`. Made by `load_eagle`.
+
+    Attributes:
+        layers: The one layer.
+
+    Args:
+        layers: The one layer.
+        taps: Blocks whose states it reads.
+        project: From those states, side by side, to one: `(N, len(taps) * C)` to `(N, c)`.
+        norm: The norm before the head.
+        head: From normed states to logits of its own vocabulary; None for the target's head.
+        target_ids: The target's id for each of those logits; None where they are the same ids.
+        embedding: `(V, c)`; None for the target's.
+        norm_output: Whether the normed state is what the next step reads.
+        step_bytes: Bytes of weights read per token.
+    """
+
+    def __init__(
+        self,
+        layers: Layers,
+        *,
+        taps: tuple[int, ...],
+        project: Function,
+        norm: Function,
+        head: Function | None,
+        target_ids: Tensor | None,
+        embedding: Tensor | None,
+        norm_output: bool,
+        step_bytes: int,
+    ) -> None:
+        self.layers = layers
+        self.taps = taps
+        self.max_k = MAX_K
+        self._step_bytes = step_bytes
+        self.project = project
+        self.norm = norm
+        self.head = head
+        self.target_ids = target_ids
+        self.embedding = embedding
+        self.norm_output = norm_output
+
+    @property
+    def name(self) -> str:
+        return "eagle3"
+
+    def cost(self, k: int) -> Cost:
+        return Cost(k * self._step_bytes, k)
+
+    def start(self, target: TargetSession, max_length: int, sampler: Sampler) -> EagleSession:
+        return EagleSession(self, target, max_length, sampler)
+
+
+class EagleSession(DraftSession):
+    """One text, see `drafters.DraftSession`.
+
+    Keys and values that stand for good come from the target's states only. Those of a chain stand behind them and are
+    overwritten when the round's committed tokens have come with their states, accepted ones too.
+    """
+
+    def __init__(self, drafter: Eagle, target: TargetSession, max_length: int, sampler: Sampler) -> None:
+        self._drafter = drafter
+        self._model = target.model
+        self._device = target.device
+        self._vocab_size = target.config.padded_vocab_size
+        self._sampler = sampler
+        self._limit = min(max_length, drafter.layers.config.block_size)
+        self._cache: KVCache | None = None
+        self._pending = Pending()
+        self._filled = 0  # rows whose keys and values stand for good
+        self._last: Tensor | None = None  # (1, c), what the last of them gave
+
+    @torch.inference_mode()
+    def commit(self, tokens: Sequence[int], input_pos: int, hidden: Tensor | None = None) -> None:
+        self._pending.add(list(tokens)[: max(0, self._limit - input_pos)], input_pos, hidden)
+        while len(self._pending.tokens) >= CHUNK:
+            self._absorb(CHUNK)
+        self._pending.keep()
+
+    @torch.inference_mode()
+    def propose(self, token: int, input_pos: int, k: int) -> Proposal:
+        k = min(k, self._drafter.max_k, self._limit - input_pos)
+        if self._pending.tokens:
+            self._absorb(len(self._pending.tokens))
+        if k < 1 or self._last is None:
+            return Proposal(torch.empty(0, dtype=torch.int64, device=self._device))
+        state = self._last
+
+        def step(token: Tensor, position: int) -> Tensor:
+            nonlocal state
+            state = self._run(token, state, position - 1)
+            return self._logits(state)
+
+        return draw_chain(self._sampler, self._logits(state), step, input_pos + 1, k)
+
+    def _absorb(self, size: int) -> None:
+        """Runs rows whose states are the target's."""
+        tokens, hidden = self._pending.take(size)
+        states = self._drafter.project(hidden)
+        self._last = self._run(torch.tensor(tokens, device=self._device), states, self._filled)[-1:]
+        self._filled += size
+
+    def _run(self, tokens: Tensor, states: Tensor, input_pos: int) -> Tensor:
+        """The layer's output for rows at `input_pos` and behind it, each a state and the token after it, `(N, c)`."""
+        drafter = self._drafter
+        if self._cache is None:
+            self._cache = drafter.layers.make_cache(self._limit, width=drafter.max_k)
+        own = drafter.embedding
+        embedded = embedding_of(self._model)(tokens) if own is None else F.embedding(tokens, own)
+        x = torch.cat((embedded, states), dim=-1)
+        y = drafter.layers.run(0, x, input_pos, self._cache)
+        return drafter.norm(y) if drafter.norm_output else y
+
+    def _logits(self, state: Tensor) -> Tensor:
+        """Over the target's ids, (1, V)."""
+        drafter = self._drafter
+        normed = state if drafter.norm_output else drafter.norm(state)
+        logits = head_logits(self._model, normed) if drafter.head is None else drafter.head(normed)
+        if drafter.target_ids is not None:
+            everything = logits.new_full((logits.size(0), self._vocab_size), float("-inf"))
+            return everything.index_copy(1, drafter.target_ids, logits)
+        return F.pad(logits, (0, self._vocab_size - logits.size(1)), value=float("-inf"))
+
+
+# --- from a folder ----------------------------------------------------------------------------------------------------
+
+
+def load_eagle(folder: str | Path, target_model: GPT) -> Eagle:
+    """Reads a published EAGLE-3 head, of SafeAILab's format or of speculators'.
+
+    Args:
+        folder: With `config.json`, and `model.safetensors` or `pytorch_model.bin`.
+        target_model: The target; the head is put on its device, in its precision.
+
+    Raises:
+        InputError: For a folder that is no EAGLE-3 head, is damaged, or fits another target.
+    """
+    folder = Path(folder)
+    published = open_published(folder)
+    config = published.config | nested(published.config, "transformer_layer_config", folder)
+    weights = {name.removeprefix("model."): tensor for name, tensor in published.read().items()}
+    prefix = "midlayer." if any(name.startswith("midlayer.") for name in weights) else "layers.0."
+    layer = {name.removeprefix(prefix): weights.pop(name) for name in list(weights) if name.startswith(prefix)}
+    if further := [name for name in weights if name.startswith("layers.")]:
+        raise InputError(
+            f"The EAGLE-3 head in {str(folder)!r} has {min(further)!r}; only heads of one layer are known."
+        )
+    if "hidden_norm.weight" not in layer:
+        raise InputError(f"{str(folder)!r} holds no EAGLE-3 head: its layer has no 'hidden_norm.weight'.")
+
+    target = target_model.config
+    like = embedding_of(target_model).weight
+    hidden_size = number(config, "hidden_size", folder)
+    taps = _taps(config, target.n_layer, folder)
+    fc = take(weights, "fc.weight", folder)
+    _check_states(config, fc, len(taps), hidden_size, target, folder)
+    target_ids, embedding = _vocabulary(config, weights, hidden_size, target_model, folder)
+
+    size = max(config.get("max_position_embeddings") or 0, 1)
+    size = min(size, target.block_size)
+    hidden_norm = layer.pop("hidden_norm.weight")
+    block = layer_config(config, layer, folder, n_layer=1, block_size=size)
+    named = {f"transformer.h.0.{name}": tensor for name, tensor in litgpt_layer(layer, folder).items()}
+    named["transformer.h.0.norm_hidden.weight"] = hidden_norm
+    before = bool(config.get("norm_before_residual", False))
+    layers, step_bytes = load_layers(
+        lambda: Layers(block, [EagleBlock(block, norm_before_residual=before)]), named, folder, like
+    )
+
+    eps = block.norm_eps
+    head = weights.get("lm_head.weight")
+    drafter = Eagle(
+        layers,
+        taps=taps,
+        project=_projection(config, weights, fc, len(taps), eps, folder, like),
+        norm=norm(take(weights, "norm.weight", folder), eps, like),
+        head=None if head is None else linear(head, like),
+        target_ids=target_ids,
+        embedding=embedding,
+        norm_output=bool(config.get("norm_output", False)),
+        step_bytes=step_bytes + (head_bytes(target_model) if head is None else head.numel() * like.element_size()),
+    )
+    if size < target.block_size:
+        drafter.notes = [
+            f"The EAGLE-3 head was made for {size} positions, the target has {target.block_size}; beyond the first "
+            f"{size} tokens of a text nothing is drafted."
+        ]
+    return drafter
+
+
+def _taps(config: Mapping[str, Any], n_layer: int, folder: Path) -> tuple[int, ...]:
+    """The blocks whose output a head reads, 0-based."""
+    name = "eagle_aux_hidden_state_layer_ids"
+    ids = nested(config, "eagle_config", folder).get(name) or config.get(name) or [2, n_layer // 2, n_layer - 3]
+    if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
+        raise InputError(f"config.json in {str(folder)!r} must give {name} as a list of whole numbers, got {ids!r}.")
+    # Two conventions are about. Where the first id is 1, ids are those of blocks. Else they count a model's states: 0
+    # is the embedding, i is what block i - 1 gave.
+    taps = tuple(ids) if ids[0] == 1 else tuple(i - 1 for i in ids)
+    if wrong := [i for i in taps if not 0 <= i < n_layer]:
+        raise InputError(
+            f"The EAGLE-3 head in {str(folder)!r} reads the states behind the target's blocks {list(taps)}, but the "
+            f"target has {n_layer} blocks, and so no block {wrong[0]}; give the target that the head was made for."
+        )
+    return taps
+
+
+def _check_states(
+    config: Mapping[str, Any], fc: Tensor, taps: int, hidden_size: int, target: Config, folder: Path
+) -> None:
+    width = config.get("target_hidden_size") or hidden_size
+    if width != target.n_embd:
+        raise InputError(
+            f"The EAGLE-3 head in {str(folder)!r} reads states of {width} channels, the target's have {target.n_embd}; "
+            "give the target that the head was made for."
+        )
+    if tuple(fc.shape) != (hidden_size, taps * target.n_embd):
+        raise InputError(
+            f"The EAGLE-3 head in {str(folder)!r} has a projection 'fc.weight' of shape {tuple(fc.shape)}; {taps} "
+            f"states of the target's {target.n_embd} channels need {(hidden_size, taps * target.n_embd)}."
+        )
+
+
+def _vocabulary(
+    config: Mapping[str, Any], weights: dict[str, Tensor], hidden_size: int, target_model: GPT, folder: Path
+) -> tuple[Tensor | None, Tensor | None]:
+    """The target's id of each logit of the head's own vocabulary, and an embedding that is not the target's."""
+    target = target_model.config
+    like = embedding_of(target_model).weight
+    vocab_size = number(config, "vocab_size", folder)
+    if not target.vocab_size <= vocab_size <= target.padded_vocab_size:
+        raise InputError(
+            f"The EAGLE-3 head in {str(folder)!r} was made for a vocabulary of {vocab_size} ids, the target has "
+            f"{target.vocab_size} ({target.padded_vocab_size} with padding); give the target that it was made for."
+        )
+    embedding = weights.get("embed_tokens.weight")
+    if embedding is not None and embedding.size(1) == like.size(1):
+        # Most files hold a copy of the target's.
+        rows = min(embedding.size(0), like.size(0))
+        if torch.equal(embedding[:rows].to(like.device, like.dtype), like[:rows]):
+            embedding = None
+    if embedding is None and hidden_size != target.n_embd:
+        raise InputError(
+            f"The EAGLE-3 head in {str(folder)!r} has {hidden_size} channels and no embedding of its own; the target's "
+            f"has {target.n_embd}."
+        )
+    if embedding is not None:
+        embedding = embedding.to(like.device, like.dtype)
+
+    head = weights.get("lm_head.weight")
+    rows = target.padded_vocab_size if head is None else head.size(0)
+    offsets = weights.get("d2t")
+    if offsets is None or rows == vocab_size:
+        if head is not None and rows > target.padded_vocab_size:
+            raise InputError(
+                f"The head in {str(folder)!r} gives {rows} logits, the target has {target.padded_vocab_size} ids."
+            )
+        if head is not None and rows < vocab_size:
+            raise InputError(f"The head in {str(folder)!r} gives {rows} of {vocab_size} logits, and there is no 'd2t'.")
+        return None, embedding
+    if offsets.numel() != rows:
+        raise InputError(f"'d2t' in {str(folder)!r} has {offsets.numel()} entries, the head gives {rows} logits.")
+    ids = torch.arange(rows) + offsets.cpu().to(torch.int64)
+    if not 0 <= int(ids.min()) <= int(ids.max()) < target.padded_vocab_size:
+        raise InputError(
+            f"'d2t' in {str(folder)!r} leads to id {int(ids.max())}, the target has {target.padded_vocab_size} ids."
+        )
+    return ids.to(like.device), embedding
+
+
+def _projection(
+    config: Mapping[str, Any],
+    weights: dict[str, Tensor],
+    fc: Tensor,
+    taps: int,
+    eps: float,
+    folder: Path,
+    like: Tensor,
+) -> Function:
+    """From the target's states to one, with the norms that some heads put before it."""
+    project = linear(fc, like)
+    if config.get("fc_norm", False):
+        norms = [norm(take(weights, f"fc_norm.{i}.weight", folder), eps, like) for i in range(taps)]
+
+        def normed(hidden: Tensor) -> Tensor:
+            parts = hidden.chunk(taps, dim=-1)
+            return project(torch.cat([each(part) for each, part in zip(norms, parts)], dim=-1))
+
+        return normed
+    if config.get("norm_before_fc", False):
+        before = norm(take(weights, "input_norm.weight", folder), eps, like)
+        return lambda hidden: project(before(hidden))
+    return project

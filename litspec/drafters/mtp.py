@@ -1,0 +1,355 @@
+"""Multi-token prediction layers (DeepSeek-V3, arXiv 2412.19437): layers of the target's own checkpoint draft.
+
+With f_p the target's state at position p, e_q its embedding of the token at q, and n committed rows:
+
+    z^0_p = norm(block_0(W [norm(e_(p+1)); norm(f_p)]))              d_1 = argmax head(z^0_(n-1))
+    z^i_p = norm(block_i(W [norm(e_(p+1+i)); norm(z^(i-1)_p)]))      d_(i+1) = argmax head(z^i_(n-1))
+
+So layer i reads i of this round's drafts, in its last i rows: these are stale when the round is over, and are run again
+with the committed tokens. A single layer is used k times instead, on its own normed output, as a chain.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from litspec.drafters.base import Cost, Drafter, DraftSession, Proposal
+from litspec.drafters.folders import CONFIG, SAFETENSORS, open_published
+from litspec.drafters.hf_layers import layer_config, litgpt_layer, nested, number, take
+from litspec.drafters.tapped import (
+    CHUNK,
+    MAX_K,
+    Layers,
+    Pending,
+    draw_chain,
+    embedding_of,
+    head_bytes,
+    head_logits,
+    linear,
+    load_layers,
+    norm,
+)
+from litspec.errors import InputError
+from litspec.model import GPT, KVCache
+from litspec.sampling import Sampler
+
+if TYPE_CHECKING:
+    from litspec.engine.target import TargetSession
+
+MAX_LAYERS = 8
+
+
+class Ends(NamedTuple):
+    """What stands before and behind the block of one layer, as functions of rows."""
+
+    norm_embedding: Callable[[Tensor], Tensor]
+    norm_hidden: Callable[[Tensor], Tensor]
+    project: Callable[[Tensor], Tensor]
+    norm_output: Callable[[Tensor], Tensor]
+
+
+class Mtp(Drafter):
+    """Drafts with MTP layers, see `drafters.Drafter`. Made by `load_mtp`.
+
+    Args:
+        layers: Their blocks.
+        ends: The rest of each.
+        tap: The target's state that the first of them reads.
+        hidden_first: Whether states stand before embeddings in what is projected.
+        step_bytes: Bytes of weights read per token.
+    """
+
+    def __init__(self, layers: Layers, ends: Sequence[Ends], *, tap: int, hidden_first: bool, step_bytes: int) -> None:
+        self.layers = layers
+        self.ends = tuple(ends)
+        self.taps = (tap,)
+        self.max_k = MAX_K if len(ends) == 1 else len(ends)
+        self.hidden_first = hidden_first
+        self._step_bytes = step_bytes
+
+    @property
+    def name(self) -> str:
+        return "mtp"
+
+    def cost(self, k: int) -> Cost:
+        return Cost(k * self._step_bytes, k)
+
+    def start(self, target: TargetSession, max_length: int, sampler: Sampler) -> MtpSession:
+        return MtpSession(self, target, max_length, sampler)
+
+
+class MtpSession(DraftSession):
+    """One text, see `drafters.DraftSession`.
+
+    Layer i keeps keys and values for the rows whose token is committed, which are i fewer than the first layer's. What
+    drafts wrote behind them is overwritten.
+    """
+
+    def __init__(self, drafter: Mtp, target: TargetSession, max_length: int, sampler: Sampler) -> None:
+        self._drafter = drafter
+        self._model = target.model
+        self._device = target.device
+        self._sampler = sampler
+        self._limit = min(max_length, drafter.layers.config.block_size)
+        self._cache: KVCache | None = None
+        self._pending = Pending()
+        count = len(drafter.ends)
+        self._tokens: list[int] = []  # of each row of the first layer that was run
+        self._filled = [0] * count  # rows of each layer that stand for good
+        like = embedding_of(drafter.layers).weight
+        # What the layer before gave in the rows that this one has not run for good.
+        self._inputs = [like.new_empty(0, like.size(1)) for _ in range(count)]
+        self._last: Tensor | None = None  # (1, C), what the first layer gave in its last row
+
+    @torch.inference_mode()
+    def commit(self, tokens: Sequence[int], input_pos: int, hidden: Tensor | None = None) -> None:
+        self._pending.add(list(tokens)[: max(0, self._limit - input_pos)], input_pos, hidden)
+        while len(self._pending.tokens) >= CHUNK:
+            self._absorb(CHUNK)
+        self._pending.keep()
+
+    @torch.inference_mode()
+    def propose(self, token: int, input_pos: int, k: int) -> Proposal:
+        k = min(k, self._drafter.max_k, self._limit - input_pos)
+        if self._pending.tokens:
+            self._absorb(len(self._pending.tokens))
+        if k < 1 or self._last is None:
+            return Proposal(torch.empty(0, dtype=torch.int64, device=self._device))
+        step = self._chain(self._last) if len(self._filled) == 1 else self._layer_by_layer()
+        return draw_chain(self._sampler, head_logits(self._model, self._last), step, input_pos + 1, k)
+
+    def _chain(self, state: Tensor) -> Callable[[Tensor, int], Tensor]:
+        """Steps of the only layer, each on what the one before gave."""
+
+        def step(token: Tensor, position: int) -> Tensor:
+            nonlocal state
+            state = self._run(0, token, state, position - 1)
+            return head_logits(self._model, state)
+
+        return step
+
+    def _layer_by_layer(self) -> Callable[[Tensor, int], Tensor]:
+        """Steps of one layer after the other, each in the rows that this round's drafts are the tokens of."""
+        drafts: list[Tensor] = []
+        before = self._inputs[0][:0]
+
+        def step(token: Tensor, position: int) -> Tensor:
+            nonlocal before
+            drafts.append(token)
+            layer = len(drafts)
+            inputs = torch.cat((self._inputs[layer], before))
+            tokens = torch.cat(drafts)[-inputs.size(0) :]
+            before = self._run(layer, tokens, inputs, self._filled[layer])
+            return head_logits(self._model, before[-1:])
+
+        return step
+
+    def _absorb(self, size: int) -> None:
+        """Runs rows whose states are the target's in the first layer, and in the others as far as tokens are there."""
+        tokens, states = self._pending.take(size)
+        self._tokens += tokens
+        rows = self._filled[0] + size
+        for i in range(len(self._filled)):
+            inputs = torch.cat((self._inputs[i], states))
+            start, ready = self._filled[i], max(0, rows - i) - self._filled[i]
+            # A copy: it outlives the states that it is cut from.
+            self._inputs[i] = inputs[ready:].clone()
+            if not ready:
+                break
+            # The first layer's row p has the token behind p, row p of layer i the one that is i places further on.
+            own = torch.tensor(self._tokens[start + i : start + i + ready], device=self._device)
+            states = self._run(i, own, inputs[:ready], start)
+            self._filled[i] += ready
+            if i == 0:
+                self._last = states[-1:].clone()
+
+    def _run(self, layer: int, tokens: Tensor, states: Tensor, input_pos: int) -> Tensor:
+        """A layer's normed output for rows at `input_pos` and behind it, `(N, C)`."""
+        drafter = self._drafter
+        if self._cache is None:
+            self._cache = drafter.layers.make_cache(self._limit, width=drafter.max_k)
+        ends = drafter.ends[layer]
+        parts = [ends.norm_embedding(embedding_of(self._model)(tokens)), ends.norm_hidden(states)]
+        x = ends.project(torch.cat(parts[::-1] if drafter.hidden_first else parts, dim=-1))
+        return ends.norm_output(drafter.layers.run(layer, x, input_pos, self._cache))
+
+
+# --- from a folder ----------------------------------------------------------------------------------------------------
+
+
+class _Naming(NamedTuple):
+    """How a family names its layers: a pattern, and what may stand behind it beside the names of a decoder layer."""
+
+    pattern: str
+    norm_embedding: str
+    norm_hidden: str
+    project: str
+    norm_output: str
+    hidden_first: bool = False
+
+
+# Named after the first family that published with them.
+_NAMINGS = {
+    "DeepSeek": _Naming(r"^model\.layers\.(\d+)\.", "enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    "Qwen": _Naming(r"^mtp\.layers\.(\d+)\.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+    "MiMo": _Naming(
+        r"^model\.mtp_layers\.(\d+)\.",
+        "token_layernorm",
+        "hidden_layernorm",
+        "input_proj",
+        "final_layernorm",
+        hidden_first=True,
+    ),
+}
+# Copies of the target's own, in files that were made for others to load.
+_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+# Families whose norms multiply by 1 + weight.
+_UNIT_OFFSET = ("qwen3_next", "qwen3_5")
+
+
+def load_mtp(folder: str | Path, target_model: GPT, *, post_norm: bool = True) -> Mtp:
+    """Reads the MTP layers of a target, from its Hugging Face checkpoint or from a folder that they were extracted to.
+
+    Args:
+        folder: With `config.json` and safetensors, of which only these layers are read.
+        target_model: The target; the layers are put on its device, in its precision.
+        post_norm: Whether the first layer reads the target's state after the final norm, as all families here do, or
+            before it. A wrong choice shows as low acceptance, not in the text.
+
+    Raises:
+        InputError: For a folder without MTP layers, with layers of a kind that is not known, or of another target.
+    """
+    folder = Path(folder)
+    published = open_published(folder)
+    config = published.config | nested(published.config, "text_config", folder)
+    target = target_model.config
+    like = embedding_of(target_model).weight
+    n_layer = config.get("num_hidden_layers", target.n_layer)
+    _check_target(config, n_layer, target_model, folder)
+    weights = published.read(name for name in published.files if _is_mtp(name, n_layer))
+    naming, parts = _split(weights, n_layer, folder)
+    if any(config.get("model_type", "").startswith(name) for name in _UNIT_OFFSET):
+        parts = [{name: 1 + w if "norm" in name else w for name, w in part.items()} for part in parts]
+
+    eps = config.get("rms_norm_eps", 1e-6)
+    ends: list[Ends] = []
+    named: dict[str, Tensor] = {}
+    for i, part in enumerate(parts):
+        names = (naming.norm_embedding, naming.norm_hidden, naming.project, naming.norm_output)
+        embedding, hidden, project, output = (take(part, f"{name}.weight", folder) for name in names)
+        if tuple(project.shape) != (target.n_embd, 2 * target.n_embd):
+            raise InputError(
+                f"MTP layer {i} in {str(folder)!r} has a projection of shape {tuple(project.shape)}; the target's "
+                f"{target.n_embd} channels need {(target.n_embd, 2 * target.n_embd)}."
+            )
+        ends.append(
+            Ends(norm(embedding, eps, like), norm(hidden, eps, like), linear(project, like), norm(output, eps, like))
+        )
+    block = layer_config(
+        config, parts[0], folder, first_layer=n_layer, n_layer=len(parts), block_size=target.block_size
+    )
+    for i, part in enumerate(parts):
+        named |= {f"transformer.h.{i}.{name}": weight for name, weight in litgpt_layer(part, folder).items()}
+    layers, size = load_layers(lambda: Layers(block), named, folder, like)
+    projection = 2 * target.n_embd**2 * like.element_size()
+    return Mtp(
+        layers,
+        ends,
+        tap=-1 if post_norm else target.n_layer - 1,
+        hidden_first=naming.hidden_first or bool(config.get("mtp_hidden_states_first", False)),
+        step_bytes=size // len(parts) + projection + head_bytes(target_model),
+    )
+
+
+def extract_mtp_layers(source: str | Path, out: str | Path) -> int:
+    """Writes the MTP layers of a Hugging Face checkpoint to a folder of their own, which `load_mtp` reads as well.
+
+    Args:
+        source: With `config.json` and safetensors.
+        out: The folder to write; it is made.
+
+    Returns:
+        How many tensors were written.
+
+    Raises:
+        InputError: For a folder without MTP layers, or one to write that holds weights already.
+    """
+    source, out = Path(source), Path(out)
+    published = open_published(source, role="checkpoint_dir")
+    config = published.config
+    n_layer = number(config | nested(config, "text_config", source), "num_hidden_layers", source)
+    if taken := [*out.glob("*.safetensors"), *out.glob("*.pth")]:
+        raise InputError(f"{str(out)!r} holds weights already ({taken[0].name}); name a folder of its own.")
+    weights = published.read(name for name in published.files if _is_mtp(name, n_layer))
+    _split(weights, n_layer, source)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, out / SAFETENSORS)
+    return len(weights)
+
+
+def _check_target(config: Mapping[str, Any], n_layer: int, target_model: GPT, folder: Path) -> None:
+    target = target_model.config
+    for name, found, own in (
+        ("layers", n_layer, target.n_layer),
+        ("channels", config.get("hidden_size", target.n_embd), target.n_embd),
+    ):
+        if found != own:
+            raise InputError(
+                f"The MTP layers in {str(folder)!r} belong to a model of {found} {name}, the target has {own}; give "
+                "the target's own."
+            )
+    vocab_size = config.get("vocab_size", target.vocab_size)
+    if not target.vocab_size <= vocab_size <= target.padded_vocab_size:
+        raise InputError(
+            f"The MTP layers in {str(folder)!r} belong to a model with a vocabulary of {vocab_size} ids, the target "
+            f"has {target.vocab_size} ({target.padded_vocab_size} with padding); give the target's own."
+        )
+
+
+def _layer_of(name: str, n_layer: int) -> tuple[str, int, str] | None:
+    """The family whose MTP layer a weight belongs to, the layer's number, and the name behind it."""
+    for family, naming in _NAMINGS.items():
+        if found := re.match(naming.pattern, name):
+            number = int(found.group(1)) - (n_layer if family == "DeepSeek" else 0)
+            # What has a smaller number there is one of the target's own layers.
+            return (family, number, name[found.end() :]) if number >= 0 else None
+    return None
+
+
+def _is_mtp(name: str, n_layer: int) -> bool:
+    """Whether a weight is to be read: one of an MTP layer, or of what all of Qwen's share, and no copy."""
+    return not name.endswith(_COPIES) and (name.startswith("mtp.") or _layer_of(name, n_layer) is not None)
+
+
+def _split(weights: Mapping[str, Tensor], n_layer: int, folder: Path) -> tuple[_Naming, list[dict[str, Tensor]]]:
+    """The naming, and the weights of each layer with those that all layers share."""
+    layers: dict[int, dict[str, Tensor]] = {}
+    families: set[str] = set()
+    shared: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        if place := _layer_of(name, n_layer):
+            family, number, rest = place
+            families.add(family)
+            layers.setdefault(number, {})[rest] = weight
+        else:
+            shared[name.removeprefix("mtp.")] = weight
+    if len(families) != 1:
+        raise InputError(
+            f"{str(folder)!r} holds no MTP layers; they are named 'model.layers.{n_layer}.eh_proj.weight', "
+            "'mtp.layers.0...' or 'model.mtp_layers.0...'."
+        )
+    if sorted(layers) != list(range(len(layers))) or len(layers) > MAX_LAYERS:
+        raise InputError(
+            f"{str(folder)!r} must hold 1 to {MAX_LAYERS} MTP layers, counted without a gap; it has the numbers "
+            f"{sorted(layers)}."
+        )
+    return _NAMINGS[families.pop()], [shared | layers[i] for i in sorted(layers)]

@@ -1,0 +1,201 @@
+"""How ranks start and find each other: parents and children end together, and nobody waits without end or a word."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
+
+from litspec import lifeline
+from litspec.errors import InputError, printable
+from litspec.lifeline import env_int
+from litspec.placement.heartbeat import LOST_SECONDS, LostRank
+
+MEETING_SECONDS = 60.0  # a rank imports its libraries meanwhile
+SILENT_SECONDS = 5.0  # then a sentence says what is waited for
+LEAVING_SECONDS = 15.0  # for started ranks to end by themselves, once rank 0 is through
+POLL_SECONDS = 0.05
+
+
+class Meeting:
+    """Where the ranks of a run meet.
+
+    Args:
+        environment: Fabric's view of who started them.
+        local: Ranks of this machine.
+        nodes: Machines.
+
+    Attributes:
+        rank: This process among ...
+        ranks: ... so many.
+        children: The processes that this one has started, by rank.
+
+    Raises:
+        InputError: The environment describes no meeting, or the port is taken.
+    """
+
+    def __init__(self, environment: ClusterEnvironment, local: int, nodes: int) -> None:
+        self.ranks = local * nodes
+        self.children: dict[int, subprocess.Popen[bytes]] = {}
+        self._local = local
+        self._starts = isinstance(environment, LightningEnvironment) and "LOCAL_RANK" not in os.environ
+        if isinstance(environment, LightningEnvironment):
+            node = env_int("NODE_RANK", env_int("GROUP_RANK", 0))
+            self._check_described(nodes, node)
+            self.rank = node * local + env_int("LOCAL_RANK", 0)
+            self._host, self._port = os.environ.get("MASTER_ADDR", "127.0.0.1"), env_int("MASTER_PORT", 0)
+        else:
+            self.rank = environment.global_rank()
+            self._host, self._port = environment.main_address, environment.main_port
+        if self.rank >= self.ranks:
+            raise InputError(f"This process is rank {self.rank} by its environment, but there are {self.ranks} ranks.")
+        try:
+            socket.getaddrinfo(self._host, self._port)
+        except (OSError, UnicodeError) as error:
+            raise InputError(
+                f"MASTER_ADDR is {self._host!r}, which is no address of a machine ({error}); give the address of rank "
+                "0's."
+            ) from error
+
+    def _check_described(self, nodes: int, node: int) -> None:
+        """Without a launcher that Fabric knows, what ranks must know of each other stands in these variables."""
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if "LOCAL_RANK" in os.environ and missing:
+            raise InputError(
+                f"LOCAL_RANK is {os.environ['LOCAL_RANK']!r} in the environment, as if a launcher had started this "
+                f"process, but {' and '.join(missing)} are not set; unset LOCAL_RANK, or start by torchrun."
+            )
+        if nodes > 1 and (missing or "NODE_RANK" not in os.environ):
+            raise InputError(
+                f"num_nodes = {nodes} needs MASTER_ADDR, MASTER_PORT and NODE_RANK in the environment of each machine, "
+                "as torchrun, `fabric run` and SLURM set them; start by one of these."
+            )
+        if node >= nodes:
+            raise InputError(f"NODE_RANK is {node}, but num_nodes = {nodes}; it counts from 0.")
+
+    def hold(self) -> dist.Store:
+        """Starts the ranks of this machine, if nobody has, and returns when all are there.
+
+        Returns:
+            A store that all ranks share.
+
+        Raises:
+            InputError: The port is taken, or not all came within `MEETING_SECONDS`.
+            LostRank: A rank that this one had started has ended.
+        """
+        until = time.monotonic() + MEETING_SECONDS
+        waiting = threading.Timer(SILENT_SECONDS, self._say_waiting)
+        waiting.daemon = True
+        waiting.start()
+        try:
+            store = self._store()
+            if self._starts:
+                self._start(store)
+            name = f"litspec/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+            ours = dist.PrefixStore(name, store)
+            ours.add(f"here/{self.rank}", 1)
+            while missing := [rank for rank in range(self.ranks) if not ours.add(f"here/{rank}", 0)]:
+                if ended := [
+                    rank for rank in missing if rank in self.children and self.children[rank].poll() is not None
+                ]:
+                    code = self.children[ended[0]].returncode
+                    raise LostRank(f"Rank {ended[0]} of {self.ranks} ended with {code} before all had met.")
+                if time.monotonic() > until:
+                    raise InputError(f"{self._waited()}: of {self.ranks}, {self._named(missing)} did not come.")
+                time.sleep(POLL_SECONDS)
+            store.set_timeout(timedelta(seconds=LOST_SECONDS))
+            return ours
+        except dist.DistError as error:
+            raise InputError(f"{self._waited()}: {' '.join(str(error).split())[:200]}.") from error
+        except RuntimeError as error:
+            if isinstance(error, LostRank):
+                raise
+            raise InputError(f"{self._waited()}: {' '.join(str(error).split())[:200]}.") from error
+        finally:
+            waiting.cancel()
+
+    def _store(self) -> dist.TCPStore:
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun keeps the store itself
+        host = self.rank == 0 and not agent
+        if not host and not self._port:
+            raise InputError("MASTER_PORT is not set in the environment; give the port of rank 0.")
+        if not host:
+            self._reach()
+        # The process group finds the same store again by its port: that is what multi_tenant means.
+        options = dict(timeout=timedelta(seconds=MEETING_SECONDS), wait_for_workers=False, multi_tenant=True)
+        try:
+            return dist.TCPStore(self._host, self._port, None, host, **options)
+        except RuntimeError as error:
+            if host:
+                raise InputError(
+                    f"Rank 0 cannot open port {self._port} for the other ranks ({' '.join(str(error).split())[:160]}); "
+                    "leave MASTER_PORT out, or give a free one."
+                ) from error
+            raise
+
+    def _reach(self) -> None:
+        """Returns when somebody listens at the meeting's port; a store would try for longer, and noisily."""
+        until = time.monotonic() + MEETING_SECONDS
+        while True:
+            try:
+                socket.create_connection((self._host, self._port), max(0.1, until - time.monotonic())).close()
+                return
+            except OSError as error:
+                if time.monotonic() > until:
+                    raise InputError(f"{self._waited()}: nobody answers there ({error}).") from error
+            time.sleep(4 * POLL_SECONDS)
+
+    def _start(self, store: dist.TCPStore) -> None:
+        """Runs this command once more for each other rank of this machine."""
+        import __main__
+
+        if __main__.__spec__ is None:
+            command = [sys.executable, os.path.abspath(sys.argv[0]), *sys.argv[1:]]
+        else:
+            command = [sys.executable, "-m", __main__.__spec__.name.removesuffix(".__main__"), *sys.argv[1:]]
+        os.environ |= {
+            "MASTER_ADDR": self._host,
+            "MASTER_PORT": str(store.port),
+            "NODE_RANK": os.environ.get("NODE_RANK", "0"),
+            "WORLD_SIZE": str(self.ranks),
+            "LOCAL_RANK": "0",
+        }
+        self._port = store.port
+        mine, theirs = os.pipe()[::-1]
+        atexit.register(self._end, mine)
+        for local in range(1, self._local):
+            env = os.environ | {"LOCAL_RANK": str(local), lifeline.NAME: lifeline.describe(theirs)}
+            self.children[self.rank + local] = subprocess.Popen(command, env=env, pass_fds=[theirs])
+        os.close(theirs)
+
+    def _end(self, descriptor: int) -> None:
+        """Waits for the processes that this one has started; one that does not end is ended."""
+        until = time.monotonic() + LEAVING_SECONDS
+        for child in self.children.values():
+            try:
+                child.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+        os.close(descriptor)
+
+    def _named(self, ranks: list[int]) -> str:
+        return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+    def _place(self) -> str:
+        return f"{self._host}:{self._port}"
+
+    def _waited(self) -> str:
+        return f"Rank {self.rank} has waited for {MEETING_SECONDS:.0f} s at most at {self._place()} for the other ranks"
+
+    def _say_waiting(self) -> None:
+        text = f"Rank {self.rank} waits for all {self.ranks} ranks at {self._place()}, {MEETING_SECONDS:.0f} s at most."
+        print(printable(text), file=sys.stderr, flush=True)
