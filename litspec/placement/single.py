@@ -45,7 +45,9 @@ class Single:
     @functools.cached_property
     def rows(self) -> tuple[int, ...]:
         """Numbers of rows with equal bits; measured when first asked for."""
-        return find_rows(self.model, self.verify_width)
+        found = find_rows(self.model, self.verify_width)
+        # In 16 bits numbers that agree on random tokens were seen to differ in a trained model's texts: one is run.
+        return found if self.model.transformer.wte.weight.dtype is torch.float32 else found[-1:]
 
     @functools.cached_property
     def most_rows(self) -> int:
