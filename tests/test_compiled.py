@@ -292,9 +292,7 @@ def test_any_k_is_split_into_pieces() -> None:
     assert split(15, binary) == [4, 4, 4, 2, 1] and split(7, (7, *binary)) == [7] and split(6, (7, *binary)) == [4, 2]
     assert split(3, (5,)) == [5] and split(5, (3,)) == [3, 3] and split(0, (5,)) == []
     assert FixedK(5).pieces == (5,) and FixedK(0).pieces == ()
-    adaptive = [
-        AdaptiveK(RoundCosts((0.0,) * (most + 1), (1.0,) * (most + 1)), Acceptance(most)) for most in (1, 3, 7)
-    ]
+    adaptive = [AdaptiveK(RoundCosts((0.0,) * (most + 1), (1.0,) * (most + 1)), Acceptance(most)) for most in (1, 3, 7)]
     for most, choice in zip((1, 3, 7), adaptive):  # whatever k it may choose, nothing is drafted in vain
         assert all(sum(split(k, choice.pieces)) == k for k in range(1, most + 1)), most
     # Without graphs any k is one step.
