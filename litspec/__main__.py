@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from jsonargparse import ArgumentParser, set_parsing_settings
@@ -94,6 +95,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
                 raise
         print(f"litspec: {error}", file=sys.stderr)
         code = 2
+    heartbeat = sys.modules.get("litspec.placement.heartbeat")
+    if heartbeat is not None and heartbeat.LostRank.seen:
+        # Threads of the engine that still wait for the lost rank would abort the interpreter on its way out.
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(code)
     sys.exit(code)
 
 

@@ -134,8 +134,10 @@ def die(folder: Path, number: int) -> None:
     try:
         llm.generate(PROMPTS[0], max_new_tokens=200)
     except LostRank as error:
-        print(f"LostRank: {error}", file=sys.stderr)
-        sys.exit(2)
+        # As the command ends: threads that wait for the lost rank would abort the interpreter on its way out.
+        print(f"LostRank: {error}", file=sys.stderr, flush=True)
+        assert LostRank.seen
+        os._exit(2)
 
 
 if __name__ == "__main__":

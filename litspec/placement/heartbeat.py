@@ -19,7 +19,17 @@ LEAVING_SECONDS = 5.0  # a store that answers at all does so at once
 
 
 class LostRank(RuntimeError):
-    """Another rank has ended or cannot be reached."""
+    """Another rank has ended or cannot be reached.
+
+    Attributes:
+        seen: Whether this process has met one.
+    """
+
+    seen = False
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        LostRank.seen = True
 
     @classmethod
     def because(cls, error: BaseException) -> LostRank:
