@@ -168,8 +168,8 @@ ROUND_ROWS = 16
 class Sampler:
     """Chooses tokens, for target and drafter alike.
 
-    Random numbers are a function of seed and position alone. How often something was drawn before, on which device,
-    and by which process cannot change a text.
+    Random numbers are a function of seed and place in the text alone. How often something was drawn before, on which
+    device, and by which process cannot change a text.
 
     Args:
         sampling: The settings.
@@ -384,7 +384,8 @@ class Rejection(Sampler):
 
         # Of the first i proposals, for i = 0, ..., m: how likely they may be kept as a whole, min(1, (before) * p / q).
         # Unrolled, in logarithms, that is a sum less the greatest sum so far.
-        sums = (p_x / q_x).log().cumsum(0)
+        # A token that the target never chooses is refused, also where a drafter says that it never drew it.
+        sums = (p_x / q_x.clamp_min(torch.finfo(q_x.dtype).tiny)).log().cumsum(0)
         kept = F.pad((sums - sums.clamp_min(0).cummax(0).values).exp() * proposed, (1, 0), value=1.0)
         # What is left over for a token of the target's own in place of proposal i, if those before it are kept.
         p_rows = p.first(m)

@@ -83,6 +83,27 @@ def test_blocks_of_texts_in_slots_are_those_of_each_alone(drafter, sampling):
             assert results[handle] == alone(number, drafter, sampling), (slots, number)
 
 
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_text_whose_drafter_cannot_start_is_told_by_its_handle_and_the_others_go_on(slots):
+    made = make_drafter("prompt_lookup", PLACED)
+    real, starts = made.start, []
+
+    def start(*args: Any) -> DraftSession:
+        starts.append(args)
+        if len(starts) == 2:
+            raise InputError("no room for a draft")
+        return real(*args)
+
+    made.start = start
+    engine = Engine(PLACED, made, slots=slots, max_length=ROOM)
+    handles = [engine.add(request(PLACED, made, GREEDY, k=3, **text)) for text in TEXTS[:4]]
+    results = play(engine)
+    (error,) = results[handles[1]]
+    assert isinstance(error, InputError) and "no room" in str(error)
+    for number in (0, 2, 3):
+        assert results[handles[number]] == alone(number, "prompt_lookup", GREEDY)
+
+
 @pytest.mark.parametrize("slots", [3, 4])
 def test_greedy_texts_in_slots_are_litgpts(slots):
     model = litgpt_model(TARGET)
@@ -230,7 +251,7 @@ def test_a_step_is_one_round_and_k_is_chosen_once_before_each():
         def choose(self) -> int:
             return self.ks.pop(0)
 
-        def observe(self, *, proposed: int, accepted: int, seconds: float) -> None:
+        def observe(self, *, proposed: int, accepted: int) -> None:
             self.seen.append(proposed)
 
     engine, made = open_engine(Tapped(), 2)

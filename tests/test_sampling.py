@@ -356,6 +356,19 @@ def test_proposals_are_accepted_together_as_often_as_published_and_more_often_th
     assert together >= one_by_one - 1e-6
 
 
+def test_a_token_that_the_target_never_chooses_is_refused_whatever_the_drafter_says_of_it() -> None:
+    p, q = table(3, VOCAB, seed=4), table(2, VOCAB, seed=5)
+    p[:, 3] = -math.inf
+    q[:, 3] = -math.inf
+    for sampling in SETTINGS.values():
+        sampler, reported = Rejection(sampling), processed(q, sampling)
+        for tokens in ([3, 0], [0, 3], [3, 3]):
+            for _ in range(200):
+                verified = sampler.verify(p, 0, torch.tensor(tokens), reported)
+                assert 3 not in verified.tokens[: verified.accepted + 1]
+                assert verified.accepted <= tokens.index(3)
+
+
 # Random numbers from counters
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -57,7 +56,6 @@ class Play:
         *,
         tokens: int = 64,
         seed: int = 0,
-        seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
         rng = random.Random(seed)
         self.tokens, self.cost, self.ks = 0, 0.0, []
@@ -69,7 +67,7 @@ class Play:
             self.tokens += accepted + 1
             self.cost += of.draft[k] + of.verify[k]
             self.ks.append(k)
-            choice.observe(proposed=k, accepted=accepted, seconds=seconds())
+            choice.observe(proposed=k, accepted=accepted)
 
 
 def speed(make: Callable[[], SpeculativeK], profile: Sequence[float], of: RoundCosts, *, texts: int = 100) -> float:
@@ -100,7 +98,7 @@ def test_the_k_chosen_is_the_closed_form_optimum(a, step):
     # Told many times that the i-th proposal is accepted a^i of the time, it must name the best k, or its neighbour.
     choice, rng, chosen = adaptive(costs(step)), random.Random(0), []
     for _ in range(3000):
-        choice.observe(proposed=MOST, accepted=next((i for i in range(MOST) if rng.random() >= a), MOST), seconds=0.0)
+        choice.observe(proposed=MOST, accepted=next((i for i in range(MOST) if rng.random() >= a), MOST))
         chosen.append(choice.choose())
     speeds = [tokens_of_round(a, k) / (1 + step * k) for k in range(MOST + 1)]
     chosen = chosen[100:]
@@ -177,14 +175,14 @@ def test_rounds_that_are_cut_short_by_the_drafter_do_no_harm():
     before = choice.speeds()
     for _ in range(50):
         assert 0 <= choice.choose() <= MOST
-        choice.observe(proposed=0, accepted=0, seconds=1.0)
+        choice.observe(proposed=0, accepted=0)
     assert choice.speeds() == before
 
 
 # --- what it looks at -------------------------------------------------------------------------------------------------
 
 
-def test_no_clock_is_read_and_seconds_change_nothing(monkeypatch):
+def test_no_clock_is_read(monkeypatch):
     def broken() -> float:
         raise AssertionError("a clock was read")
 
@@ -192,9 +190,7 @@ def test_no_clock_is_read_and_seconds_change_nothing(monkeypatch):
     first = Play(adaptive(of), PROFILES["falling"], of, tokens=300).ks
     for name in ("time", "monotonic", "perf_counter", "process_time", "time_ns", "monotonic_ns", "perf_counter_ns"):
         monkeypatch.setattr(time, name, broken)
-    clock = random.Random(0)
-    for seconds in (lambda: math.nan, lambda: clock.uniform(0, 1e9)):
-        assert Play(adaptive(of), PROFILES["falling"], of, tokens=300, seconds=seconds).ks == first
+    assert Play(adaptive(of), PROFILES["falling"], of, tokens=300).ks == first
     assert modelled(place(), make_drafter("draft_model", place()), MOST).total
 
 
@@ -235,14 +231,14 @@ def test_a_drafter_that_costs_nothing_always_proposes_all_it_can():
     choice = adaptive(RoundCosts((0.0,) * (MOST + 1), (1.0,) * (MOST + 1)))
     for accepted in (0, 3, 0, 0, 0, 0, 0, 0, 0, 0):
         assert choice.choose() == MOST
-        choice.observe(proposed=MOST, accepted=accepted, seconds=0.0)
+        choice.observe(proposed=MOST, accepted=accepted)
 
 
 def test_a_fixed_k_is_fixed():
     choice = FixedK(3)
     for _ in range(3):
         assert choice.choose() == 3
-        choice.observe(proposed=3, accepted=0, seconds=1.0)
+        choice.observe(proposed=3, accepted=0)
     assert (choice.pieces, FixedK(0).pieces) == ((3,), ())
 
 

@@ -30,13 +30,12 @@ class SpeculativeK(Protocol):
         """The k of the next round; 0 for a plain step."""
         ...
 
-    def observe(self, *, proposed: int, accepted: int, seconds: float) -> None:
+    def observe(self, *, proposed: int, accepted: int) -> None:
         """Tells how a round went.
 
         Args:
             proposed: Tokens proposed.
             accepted: How many of them were accepted.
-            seconds: Wall time of the round.
         """
         ...
 
@@ -51,7 +50,7 @@ class FixedK:
     def choose(self) -> int:
         return self._k
 
-    def observe(self, *, proposed: int, accepted: int, seconds: float) -> None:
+    def observe(self, *, proposed: int, accepted: int) -> None:
         pass
 
 
@@ -166,5 +165,5 @@ class AdaptiveK:
         wait = self.WAIT << min(self._acceptance.refusals, self.MOST_DOUBLINGS)
         return int(could_pay and self._acceptance.plain_rounds >= wait)
 
-    def observe(self, *, proposed: int, accepted: int, seconds: float) -> None:
+    def observe(self, *, proposed: int, accepted: int) -> None:
         self._acceptance.observe(proposed, accepted)

@@ -71,11 +71,12 @@ class Engine:
         self._cache = Slots(placed, slots, max_length, stop_ids)
         self._waiting: deque[tuple[int, Request]] = deque()
         self._running: dict[int, tuple[int, Request, Slot]] = {}  # by number of the slot: handle, request, slot
+        self._failed: dict[int, InputError] = {}  # by handle, why a text could not begin
         self._handles = 0
 
     def __len__(self) -> int:
         """Texts that have not ended."""
-        return len(self._waiting) + len(self._running)
+        return len(self._waiting) + len(self._running) + len(self._failed)
 
     @property
     def slots(self) -> int:
@@ -110,7 +111,8 @@ class Engine:
             By handle the block, or why the text cannot go on. A text that has ended, either way, has left its slot.
         """
         self.prepare()
-        results: dict[int, Block | InputError] = {}
+        results: dict[int, Block | InputError] = dict(self._failed)
+        self._failed.clear()
         texts = dict(sorted(self._running.items()))
         running = [slot for _, _, slot in texts.values() if slot.text.started]
         for handle, request, slot in texts.values():
@@ -121,19 +123,20 @@ class Engine:
                     slot.error = error
         for slot, tokens, proposed in run_round(running, self._cache) if running else []:
             results[texts[slot.number][0]] = slot.text.commit(tokens, proposed)
-        for number, (handle, request, slot) in texts.items():
+        for handle, request, slot in texts.values():
             if slot.error is not None:
                 results[handle] = slot.error
             if slot.error is not None or slot.text.finished:
-                self._end(number, request, slot)
+                self._end(request, slot)
         return results
 
     def cancel(self, handle: int) -> None:
         """Drops a text; its slot is free for the next. Nothing happens where it has ended already."""
         self._waiting = deque(waiting for waiting in self._waiting if waiting[0] != handle)
-        for number, (running, request, slot) in list(self._running.items()):
+        self._failed.pop(handle, None)
+        for running, request, slot in list(self._running.values()):
             if running == handle:
-                self._end(number, request, slot)
+                self._end(request, slot)
 
     @torch.inference_mode()
     def prepare(self) -> None:
@@ -143,9 +146,14 @@ class Engine:
             free = [i for i in range(self.slots) if i not in self._running]
             # Where most of the prompt has been read already; of equals, the first.
             number = max(free, key=lambda i: (self._cache.sessions[i].shares(request.prompt), -i))
-            slot = self._open(request, number)
-            self._running[number] = handle, request, slot
-            prepare(slot, self._cache)
+            try:
+                slot = self._open(request, number)
+                self._running[number] = handle, request, slot
+                prepare(slot, self._cache)
+            except InputError as error:
+                self._failed[handle] = error
+                if number in self._running:
+                    self._end(*self._running[number][1:])
 
     def time_rounds(self, drafter: Drafter, most: int, sampler: Sampler) -> RoundCosts:
         """Measures what rounds cost, while no text runs.
@@ -166,8 +174,8 @@ class Engine:
         name, taps = ("", ()) if drafter is None else (drafter.name, tuple(drafter.taps))
         return Slot(text, target, draft, request.sampler, request.choose_k, name, taps, number)
 
-    def _end(self, number: int, request: Request, slot: Slot) -> None:
-        del self._running[number]
+    def _end(self, request: Request, slot: Slot) -> None:
+        del self._running[slot.number]
         request.draft_seconds, request.verify_seconds = slot.draft_seconds, slot.verify_seconds
         if slot.draft is not None:
             slot.draft.close()

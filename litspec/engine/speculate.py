@@ -149,10 +149,9 @@ def run_round(slots: Sequence[Slot], cache: Slots) -> list[tuple[Slot, list[int]
     packed, hidden = verify(slots, proposals, cache)
 
     def next_ks(outcomes: list[int]) -> list[int]:
-        seconds = time.perf_counter() - began
         for i, slot in enumerate(slots):
             accepted, _, proposed, *_ = outcomes[i * (HEAD + slot.target.verify_width) :]
-            slot.choose_k.observe(proposed=proposed, accepted=accepted, seconds=seconds)
+            slot.choose_k.observe(proposed=proposed, accepted=accepted)
         return [slot.choose_k.choose() for slot in slots]
 
     found = _read(slots, packed, next_ks)

@@ -21,7 +21,7 @@ class Placed(Protocol):
         model: The model; what it returns lies on `device`, complete, on every rank.
         device: Where tokens and logits are.
         verify_width: W, the most rows of a verification.
-        rows: Numbers of rows with equal bits, in rising order, of which a verification runs one; the last is W.
+        rows: Numbers of rows with equal bits, in rising order, of which a verification runs one; the last holds W.
         most_rows: Rows of several texts that keep these bits in one forward.
         draft_model: The model of the draft checkpoint, where there is one.
         runner: Runs the steps.
