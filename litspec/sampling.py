@@ -404,9 +404,7 @@ class Rejection(Sampler):
         noise = inputs.noise
         finite = p.probs.isfinite().flatten(-2).all(-1)
         if m == 0:
-            return Verified(
-                self._draw(p, noise[..., 2]), torch.zeros_like(finite, dtype=torch.int64), finite
-            )
+            return Verified(self._draw(p, noise[..., 2]), torch.zeros_like(finite, dtype=torch.int64), finite)
 
         # Row i of p and q stands for proposal i, or for the token of the target's own in its place.
         proposed = tokens >= 0

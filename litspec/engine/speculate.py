@@ -373,9 +373,7 @@ class Verification:
         kinds: The texts by kind; in a compiled step there is one, with None for each idle slot.
     """
 
-    def __init__(
-        self, target: TargetSession, slots: Sequence[Slot], members: range, rows: int, kv_length: int
-    ) -> None:
+    def __init__(self, target: TargetSession, slots: Sequence[Slot], members: range, rows: int, kv_length: int) -> None:
         self._target = target
         self._members = members
         self._rows = rows
