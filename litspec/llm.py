@@ -19,8 +19,8 @@ from litspec.demo import DEMO_DRAFT, DEMO_TARGET
 from litspec.drafters import AdaptiveK, Drafter, FixedK, SpeculativeK, make_drafter
 from litspec.drafters.folders import kind_of, load_published
 from litspec.drafters.speculative_k import Acceptance, RoundCosts
-from litspec.engine.costs import modelled
 from litspec.engine.capacity import slots_that_fit, slots_that_pay
+from litspec.engine.costs import modelled
 from litspec.engine.engine import Engine, Request
 from litspec.engine.runner import CompiledRunner, Runner
 from litspec.engine.sequence import Block

@@ -37,7 +37,7 @@ SUMMARY = b'{\n  "texts": '  # how the file of totals begins
 SYNC_SECONDS = 1.0
 # The names of files that may be removed when a job is through, if their content is a job's too.
 PART = re.compile(r"rank\d+-\d+\.part")
-TEMPORARY = re.compile(r"job\.json\.[0-9a-f]{16}\.tmp")
+TEMPORARY = re.compile(r"(job|summary)\.json\.[0-9a-f]{16}\.tmp")
 
 
 class Answer(NamedTuple):
@@ -225,9 +225,8 @@ class JobFiles:
         """Writes the totals of a job that is through beside its texts; returns a line about them."""
         records = [load_line(line) for line in whole_lines(self.stats)]
         counted = [record for record in records if "new_tokens" in record]
-        totals = {
-            name: sum(record[name] for record in counted) for name in ("new_tokens", "rounds", "proposed", "accepted")
-        }
+        names = "new_tokens", "rounds", "proposed", "accepted"
+        totals = {name: sum(record.get(name, 0) for record in counted) for name in names}
         failed = [record for record in records if "error" in record]
         total: dict[str, Any] = {"texts": len(records), "errors": len(failed)} | totals
         if totals["proposed"]:
@@ -247,7 +246,11 @@ class JobFiles:
 
     def remove_parts(self) -> None:
         """Removes what a job makes for a time: files of single ranks, and descriptions that were not finished."""
-        unfinished = [path for path in self._named(TEMPORARY) if begins_with(path, b'{\n  "format": ')]
+        unfinished = [
+            path
+            for path in self._named(TEMPORARY)
+            if begins_with(path, b'{\n  "format": ') or begins_with(path, SUMMARY)
+        ]
         for path in self.parts() + unfinished:
             path.unlink(missing_ok=True)
 

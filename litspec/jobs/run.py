@@ -75,7 +75,7 @@ def run_job(
         if done.lines == len(prompts):
             if first:
                 files.remove_parts()
-                log(f"{str(files.out)!r} is complete, nothing is left to do.")
+                log(f"{str(files.out)!r} is complete, nothing is left to do. {files.summarize()}")
             return SOME_FAILED if done.errors and first else 0
         llm = SpecLLM.load(**load)
         if llm.placed.is_rank_zero and not first:
