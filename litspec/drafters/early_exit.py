@@ -53,7 +53,6 @@ class EarlyExit(Drafter):
     def start(self, target: TargetSession, max_length: int, sampler: Sampler) -> EarlyExitSession:
         return EarlyExitSession(self, target, sampler)
 
-
     def propose_batch(
         self, sessions: Sequence[DraftSession], tokens: Sequence[int], input_pos: Sequence[int], k: Sequence[int]
     ) -> list[Proposal]:
