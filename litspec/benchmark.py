@@ -151,6 +151,12 @@ class SimulatedDrafter(Drafter):
     def cost(self, k: int) -> Cost:
         return self.drafter.cost(k)
 
+    def memory(self, max_length: int) -> int:
+        return self.drafter.memory(max_length)
+
+    def reserve(self, target: TargetSession) -> None:
+        self.drafter.reserve(target)
+
     def start(self, target: TargetSession, max_length: int, sampler: Sampler) -> DraftSession:
         return _SimulatedSession(self, self.drafter.start(target, max_length, sampler), target.device)
 
@@ -165,9 +171,9 @@ class SimulatedDrafter(Drafter):
         ]
 
     def proposals_for(self, prompt: Sequence[int]) -> torch.Tensor:
-        """What is proposed for each position of the text that begins so."""
-        found = next(i for i, text in enumerate(self._texts) if text[: len(prompt)] == list(prompt))
-        return self._proposals[found]
+        """What is proposed for each position of the text that begins so; for any other, what is for the first."""
+        found = (i for i, text in enumerate(self._texts) if text[: len(prompt)] == list(prompt))
+        return self._proposals[next(found, 0)]
 
 
 class _SimulatedSession(DraftSession):

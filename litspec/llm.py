@@ -341,11 +341,13 @@ class SpecLLM:
         if texts <= 1 or batch_size == 1:
             return 1
         if batch_size != "auto":
-            return min(batch_size, texts)
+            # Each number of slots is a graph to build.
+            return batch_size if self.runner.compiles else min(batch_size, texts)
         fitting = slots_that_fit(self.placed, self.drafter, max_length)
         if self._paying is None and min(texts, fitting) > 2:
             self._paying = self.placed.share_int(slots_that_pay(self.placed))
-        return self.placed.share_int(max(1, min(texts, fitting, self._paying or 2)))
+        found = self.placed.share_int(max(1, min(texts, fitting, self._paying or 2)))
+        return 1 << (found.bit_length() - 1) if self.runner.compiles else found
 
     def _prepare(self, prompt: str, settings: GenerateConfig, index: int) -> _Prepared:
         """Checks and encodes a request."""
@@ -525,7 +527,9 @@ class SpecLLM:
             slots: Texts at the same time.
         """
         self._idle = None
-        self._idle = self._take_engine(max_length, slots)
+        engine = self._take_engine(max_length, slots)
+        engine.reserve()
+        self._idle = engine
 
     def _take_engine(self, max_length: int, slots: int) -> Engine:
         """The idle engine where it fits, else a new one."""

@@ -56,7 +56,11 @@ class Stats:
     tokens_per_round_histogram: list[int] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """These numbers for a file, with the names that vLLM's metrics have for the same: `tokens_per_round` is
+        `mean_acceptance_length`, its histogram `acceptance_histogram` (rounds that accepted 0, 1, 2, ... proposals).
+        """
+        names = {"tokens_per_round": "mean_acceptance_length", "tokens_per_round_histogram": "acceptance_histogram"}
+        return {names.get(name, name): value for name, value in asdict(self).items()}
 
     def summary(self) -> str:
         """One line for a terminal."""

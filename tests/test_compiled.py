@@ -50,7 +50,7 @@ def graphs(llm: SpecLLM) -> tuple[int, int]:
 
 
 def decode(llm: SpecLLM, mode: str, **settings: Any) -> list[list[int]]:
-    settings = MODES[mode] | dict(max_new_tokens=40, seed=1, speculative_k=3) | settings
+    settings = MODES[mode] | dict(max_new_tokens=40, seed=1, speculative_k=3, batch_size=1) | settings
     return [out.token_ids for out in llm.generate(PROMPTS, **settings)]
 
 
@@ -58,7 +58,7 @@ def decode(llm: SpecLLM, mode: str, **settings: Any) -> list[list[int]]:
 def test_a_compiled_text_is_the_same_with_every_drafter_and_every_k(llm: SpecLLM, mode: str) -> None:
     alone = decode(llm.with_drafter("none"), mode)
     assert len({len(set(text)) for text in alone} - {1, 2}) > 0  # texts that say something
-    outs = llm.generate(PROMPTS, **MODES[mode], max_new_tokens=40, seed=1, speculative_k=3)
+    outs = llm.generate(PROMPTS, **MODES[mode], max_new_tokens=40, seed=1, speculative_k=3, batch_size=1)
     assert [out.token_ids for out in outs] == alone
     assert sum(out.stats.accepted for out in outs) > 0
     for drafter, k in (("draft_model", 1), ("draft_model", "auto"), ("prompt_lookup", 3), ("early_exit", 3)):
@@ -237,6 +237,17 @@ def test_a_drafter_of_the_callers_own_may_report_q_and_see_states(
         decode(own, mode, **settings, max_new_tokens=9, speculative_k=2)
         out = own.generate("y" * 100, **MODES[mode] | settings | {"seed": 4}, max_new_tokens=100, speculative_k=3)
         assert out.stats.proposed > 0 and (len(llm.runner), graphs(llm)) == (built[0], built), mode
+
+
+@pytest.mark.parametrize("mode", ["greedy", "coupled"])
+def test_a_compiled_batch_has_one_graph_for_any_number_of_texts(llm: SpecLLM, mode: str) -> None:
+    plain = decode(llm.with_drafter("none"), mode, batch_size=3)
+    assert decode(llm, mode, batch_size=3) == plain
+    built = graphs(llm)
+    more = [*PROMPTS, "x", "yz", *PROMPTS, "o" * 70]
+    outs = llm.generate(more, **MODES[mode], max_new_tokens=40, seed=1, speculative_k=3, batch_size=3)
+    assert [out.token_ids for out in outs][: len(plain)] == plain and sum(out.stats.accepted for out in outs) > 0
+    assert graphs(llm) == built
 
 
 @pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection of all ids"])

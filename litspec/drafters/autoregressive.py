@@ -165,7 +165,7 @@ class ModelDrafts:
             at = [place + done for place in places]
             kv_length = buffers.bucket(longest + done + r + n - 1)
             found.append(self._run(sampler, rows, at, inputs, n, runner, buffers, kv_length))
-            rows = torch.cat((rows, found[-1][0]), 1)[:, -r:]
+            rows = torch.cat((rows, found[-1][0]), 1)[:, -r:].contiguous()  # a graph knows its inputs' strides
             done += n
         if len(found) == 1:
             return found[0]

@@ -33,6 +33,7 @@ from litspec.jobs.disk import (
 from litspec.jobs.prompts import Prompts, Request
 
 FORMAT = 2
+SUMMARY = b'{\n  "texts": '  # how the file of totals begins
 SYNC_SECONDS = 1.0
 # The names of files that may be removed when a job is through, if their content is a job's too.
 PART = re.compile(r"rank\d+-\d+\.part")
@@ -95,6 +96,7 @@ class JobFiles:
             raise InputError(f"The folder of out_file, {str(self.out.parent)!r}, does not exist; make it first.")
         self.stats = self._beside("stats.jsonl")
         self.job = self._beside("job.json")
+        self.summary = self._beside("summary.json")
         self.lock = self._beside("lock")
 
     def _beside(self, suffix: str) -> Path:
@@ -218,6 +220,30 @@ class JobFiles:
                 and entry.is_file(follow_symlinks=False)
             ]
         return sorted(found)
+
+    def summarize(self) -> str:
+        """Writes the totals of a job that is through beside its texts; returns a line about them."""
+        records = [load_line(line) for line in whole_lines(self.stats)]
+        counted = [record for record in records if "new_tokens" in record]
+        totals = {
+            name: sum(record[name] for record in counted) for name in ("new_tokens", "rounds", "proposed", "accepted")
+        }
+        failed = [record for record in records if "error" in record]
+        total: dict[str, Any] = {"texts": len(records), "errors": len(failed)} | totals
+        if totals["proposed"]:
+            total["acceptance_rate"] = totals["accepted"] / totals["proposed"]
+        if totals["rounds"]:
+            total["mean_acceptance_length"] = (totals["new_tokens"] - len(counted)) / totals["rounds"]
+        if not os.path.lexists(self.summary) or begins_with(self.summary, SUMMARY):  # no file of somebody else's
+            write_atomically(self.summary, (json.dumps(total, indent=2) + "\n").encode())
+        parts = [f"{total['texts']} texts, {total['new_tokens']} tokens"]
+        if totals["proposed"]:
+            parts.append(f"acceptance rate {total['acceptance_rate']:.2f}")
+        if failed:
+            names = [str(record["id"]) for record in failed[:10]]
+            more = f" and {len(failed) - 10} more" if len(failed) > 10 else ""
+            parts.append(f"no text for prompt {', '.join(names)}{more}")
+        return f"All done: {'; '.join(parts)}."
 
     def remove_parts(self) -> None:
         """Removes what a job makes for a time: files of single ranks, and descriptions that were not finished."""
