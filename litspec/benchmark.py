@@ -393,7 +393,7 @@ def measure(
 
     def make(name: DrafterName) -> Drafter:
         drafter = llm.with_drafter(name, exit_layer=exit_layer).drafter
-        assert drafter is not None, "only none has none"
+        assert drafter is not None, "of all names only 'none' makes none"
         return drafter
 
     parts = measure_parts(

@@ -292,10 +292,7 @@ def plot_acceptance(blocks: Sequence[Block], stats: Stats) -> Figure:
         from matplotlib.ticker import MaxNLocator, PercentFormatter
     except ModuleNotFoundError as error:
         raise InputError('plot() needs matplotlib; install it with: pip install "litspec[notebook]"') from error
-    style: dict[Any, Any] = dict.fromkeys(
-        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _GREY
-    )
-    style |= {"axes.spines.top": False, "axes.spines.right": False, "figure.facecolor": "none"}
+    style: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False, "figure.facecolor": "none"}
     style |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _GREY)
     style |= {"axes.facecolor": "none", "savefig.facecolor": "auto", "axes.titlesize": "medium"}
     with matplotlib.rc_context(style):

@@ -128,7 +128,8 @@ def place(
     else:
         devices, num_nodes = _launched(devices, num_nodes)
     fabric = _fabric(accelerator=accelerator, devices=devices, num_nodes=num_nodes)
-    homes = (isinstance(fabric.strategy, ParallelStrategy) and fabric.strategy.parallel_devices) or [fabric.device]
+    homes = fabric.strategy.parallel_devices if isinstance(fabric.strategy, ParallelStrategy) else None
+    homes = homes or [fabric.device]
     ranks = len(homes) * num_nodes
     dtype = dtype_of(precision or os.environ.get("LT_PRECISION"), homes[0], "precision")
     if quantize is not None:
