@@ -87,7 +87,7 @@ class Run:
         efficiency: speedup / ideal.
     """
 
-    drafter: str
+    drafter: DrafterName
     k: Choice
     width: int
     tokens_per_second: float = 0.0
@@ -380,7 +380,7 @@ def measure(
         InputError: For a setting or a prompt that cannot be used, before anything is timed.
     """
     config, width = llm.placed.model.config, llm.verify_width
-    settings = dict(
+    settings: dict[str, Any] = dict(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p,
@@ -413,7 +413,9 @@ def measure(
     middle = min(len(ids[longest]) - max_new_tokens // 2, config.block_size - width)
 
     def make(name: DrafterName) -> Drafter:
-        return llm.with_drafter(name, exit_layer=exit_layer).drafter
+        drafter = llm.with_drafter(name, exit_layer=exit_layer).drafter
+        assert drafter is not None, "of all names only 'none' makes none"
+        return drafter
 
     parts = measure_parts(
         llm,

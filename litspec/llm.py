@@ -6,7 +6,7 @@ import functools
 import hashlib
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -27,7 +27,7 @@ from litspec.engine.sequence import Block
 from litspec.engine.target import Placed
 from litspec.errors import InputError
 from litspec.model.packed import PackedLinear
-from litspec.placement import place
+from litspec.placement.place import place
 from litspec.report import Piece, Pieces, Stats, make_stats, plot_acceptance, to_html
 from litspec.sampling import Rejection, Sampler, Sampling, make_sampler
 from litspec.stopping import FirstOf, StopStrings, StopTokens
@@ -93,7 +93,7 @@ class TextStream(Iterator[str]):
         latest: What the stream gave last, cut by where it came from.
     """
 
-    def __init__(self, parts: Iterator[list[Piece] | Completion]) -> None:
+    def __init__(self, parts: Generator[list[Piece] | Completion]) -> None:
         self._parts = parts
         self.completion: Completion | None = None
         self.latest: list[Piece] = []
@@ -295,8 +295,9 @@ class SpecLLM:
                 return alone
             for _ in alone:
                 pass
+            assert alone.completion is not None, "a stream ends with its completion"
             return alone.completion
-        completions: list[Completion | None] = [None] * len(texts)
+        completions: dict[int, Completion] = {}
         # The longest first: what is left to the end, when fewer run together, is short.
         order = sorted(range(len(texts)), key=lambda i: -texts[i].max_length)
         slots = self.slots_for(batch_size, len(texts), max((text.max_length for text in texts), default=0))
@@ -304,7 +305,7 @@ class SpecLLM:
             if isinstance(result, InputError):
                 raise result
             completions[i] = result
-        return completions
+        return [completions[i] for i in range(len(texts))]
 
     def complete(
         self, texts: Iterable[tuple[T, str, GenerateConfig, int]], *, slots: int = 1
@@ -393,7 +394,7 @@ class SpecLLM:
         """Single tokens that end every text."""
         return [sequence[0] for sequence in self.codec.stop_tokens if len(sequence) == 1]
 
-    def _stream(self, prepared: _Prepared) -> Iterator[list[Piece] | Completion]:
+    def _stream(self, prepared: _Prepared) -> Generator[list[Piece] | Completion]:
         """The pieces of one text, then its `Completion`, as they are asked for."""
         engine = self._take_engine(prepared.max_length, 1)
         writing = None

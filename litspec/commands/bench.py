@@ -66,6 +66,7 @@ def bench(
     from litspec.sampling import Sampling
 
     verify_width, max_new_tokens = load.verify_width, settings.max_new_tokens
+    assert settings.seed is not None, "a flag gives a number"
     # Whatever can be found wrong is found before anything is loaded, let alone measured.
     if verify_width < 2:
         raise InputError(f"verify_width must be at least 2, or there is nothing to propose, got {verify_width}")

@@ -200,7 +200,11 @@ class ModelDrafts:
                 drawn.append(sampler.draw(allowed(logits[:, 0]), inputs.row(i)))
                 token = drawn[-1][0].unsqueeze(1)
                 idx, place = (torch.cat((idx[:, 1:], token), 1) if again else token), input_pos[:, i + 1]
-            q = [Distribution(*(None if x is None else x.unsqueeze(1) for x in each)) for _, each in drawn if each]
+            q = [
+                Distribution(each.probs.unsqueeze(1), None if each.ids is None else each.ids.unsqueeze(1))
+                for _, each in drawn
+                if each is not None
+            ]
             return torch.stack([token for token, _ in drawn], 1), concatenate(q) if q else None
 
         # Where each step's first row stands: one further each time, and behind the first rows at once for single ones.

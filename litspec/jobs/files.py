@@ -306,7 +306,8 @@ class PartFile:
     """
 
     def __init__(self, path: Path, job: int) -> None:
-        self._file: LineFile | None = LineFile(path, new=True)
+        self._file = LineFile(path, new=True)
+        self._closed = False
         self._file.append(as_line(dump({"job": job})))
         self._synced = time.monotonic()
 
@@ -317,12 +318,12 @@ class PartFile:
             self._synced = time.monotonic()
 
     def close(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
+        if not self._closed:
+            self._closed = True
             try:
-                file.sync()
+                self._file.sync()
             finally:
-                file.close()
+                self._file.close()
 
 
 class Parts:
@@ -369,8 +370,9 @@ class Parts:
 def _answer(found: Mapping[str, Any]) -> Answer | None:
     """The text that a line of a rank's file holds; None where it holds none."""
     number, line, stats = (found.get(name) for name in Answer._fields)
-    texts = isinstance(line, str) and isinstance(stats, str) and load_line(line.encode()) and load_line(stats.encode())
-    return Answer(number, line, stats) if texts and isinstance(number, int) else None
+    if not (isinstance(number, int) and isinstance(line, str) and isinstance(stats, str)):
+        return None
+    return Answer(number, line, stats) if load_line(line.encode()) and load_line(stats.encode()) else None
 
 
 def _is_about(found: Mapping[str, Any], request: Request) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ def _is_int(value: Any) -> bool:
 OVERRIDES = ("sys_prompt", "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "seed", "stop")
 
 
-class Prompts(Sequence[Request]):
+class Prompts:
     """The texts that a file of prompts asks for.
 
     A file whose name ends in .jsonl or .ndjson holds a JSON object a line: "prompt", and as one likes "id" (a string or
