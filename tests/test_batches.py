@@ -28,29 +28,8 @@ from litspec.model import GPT
 from litspec.model.kv_cache import KVCache
 
 RNG = random.Random(7)
-WORDS = [
-    "it",
-    "was",
-    "a",
-    "truth",
-    "that",
-    "no",
-    "one",
-    "of",
-    "them",
-    "could",
-    "ever",
-    "have",
-    "been",
-    "so",
-    "much",
-    "in",
-    "want",
-    "of",
-    "any",
-    "other",
-    "person",
-]
+SENTENCE = "it was a truth that no one of them could ever have been so much in want of any other person"
+WORDS = SENTENCE.split()
 # From one token on; the longest cross the borders between K/V buckets.
 PROMPTS = [
     "I",

@@ -225,8 +225,8 @@ class JobFiles:
         """Writes the totals of a job that is through beside its texts; returns a line about them."""
         records = [load_line(line) for line in whole_lines(self.stats)]
         counted = [record for record in records if "new_tokens" in record]
-        names = "new_tokens", "rounds", "proposed", "accepted"
-        totals = {name: sum(record.get(name, 0) for record in counted) for name in names}
+        summed = "new_tokens", "rounds", "proposed", "accepted"
+        totals = {name: sum(record.get(name, 0) for record in counted) for name in summed}
         failed = [record for record in records if "error" in record]
         total: dict[str, Any] = {"texts": len(records), "errors": len(failed)} | totals
         if totals["proposed"]:
