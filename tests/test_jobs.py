@@ -944,7 +944,7 @@ def test_a_target_cut_across_ranks_resumes_too(real: RealJob, tmp_path: Path) ->
 def test_a_rank_that_cannot_write_ends_the_job_with_a_sentence(real: RealJob, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     # The errors of a child make it end with 1, as any exception does.
-    assert real.run(out, ranks=2, limits={1: 2500}, batch_size=1) == [1, 1]
+    assert real.run(out, ranks=2, limits={1: 3500}, batch_size=1) == [1, 1]
     said = (tmp_path / "stderr.txt").read_text()
     assert "rank1-0.part' cannot be written: File too large" in said and "Another rank could not go on" in said
     assert real.run(out, limits={0: 1500}, batch_size=1) == [1]
