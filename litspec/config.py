@@ -13,7 +13,7 @@ Where a flag cannot give all that Python can, `flag` is the flag's type.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -29,6 +29,15 @@ Decides = Literal["texts", "proposals", "placing"]
 
 # The commands' defaults where they are not Python's: as LitGPT's, and a text can be had again.
 FLAG_DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "seed": 1234}
+# Settings of one's own texts, which commands that measure or compare do not offer.
+FOR_TEXTS = (
+    "min_p",
+    "logit_bias",
+    "bad_words",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 
 
 def _about(decides: Decides, help: str, **more: Any) -> dict[str, Any]:
@@ -182,6 +191,48 @@ class GenerateConfig:
             "Only the most likely tokens that hold this probability together, in [0, 1]; 0 is greedy, 1 takes all.",
         ),
     )
+    min_p: float = field(
+        default=0.0,
+        metadata=_about(
+            "texts",
+            "Only tokens of at least this share of the most likely one's probability, in [0, 1]; 0 takes all. It comes "
+            "last: bias and bans, penalties, top_k, temperature, top_p, min_p.",
+        ),
+    )
+    logit_bias: Mapping[int | str, float] | None = field(
+        default=None,
+        metadata=_about(
+            "texts",
+            "What is added to the logits of tokens, in [-100, 100], by token: its id (a number, or its digits) or its "
+            'text, such as {"42": -5, " the": 2.5}.',
+        ),
+    )
+    bad_words: str | Sequence[str | Sequence[int]] | None = field(
+        default=None,
+        metadata=_about(
+            "texts",
+            "A word, or several (repeat the flag), that must not come, spelled as the tokenizer does with and without "
+            "a space before it; in Python and in files also lists of token ids. Where the text, or the prompt, ends "
+            "with all tokens of a word but the last, that one has probability 0.",
+            flag=list[str] | None,
+        ),
+    )
+    repetition_penalty: float = field(
+        default=1.0,
+        metadata=_about(
+            "texts",
+            "Divides the positive logits of tokens that stand in the prompt or the text, and multiplies the negative "
+            "ones; 1 changes nothing.",
+        ),
+    )
+    presence_penalty: float = field(
+        default=0.0,
+        metadata=_about("texts", "Taken from the logits of tokens that stand in the text, in [-2, 2]."),
+    )
+    frequency_penalty: float = field(
+        default=0.0,
+        metadata=_about("texts", "Taken from the logit of a token as often as it stands in the text, in [-2, 2]."),
+    )
     seed: int | None = field(
         default=None,
         metadata=_about(
@@ -225,7 +276,8 @@ class GenerateConfig:
             raise InputError(
                 f"min_new_tokens must be in [0, max_new_tokens = {self.max_new_tokens}], got {self.min_new_tokens}"
             )
-        check_sampling(self.temperature, self.top_k, self.top_p)
+        check_sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+        self._check_penalties()
         if self.speculative_k != "auto" and self.speculative_k < 0:
             raise InputError(
                 f"speculative_k must be 'auto' or a whole number of at least 0, got {self.speculative_k!r}"
@@ -238,8 +290,24 @@ class GenerateConfig:
                 raise InputError(f"The stop string {stop!r} can never come: it holds half of a surrogate pair.")
         object.__setattr__(self, "stop", stops)
 
+    def _check_penalties(self) -> None:
+        for token, bias in (self.logit_bias or {}).items():
+            if not -100 <= bias <= 100:
+                raise InputError(f"logit_bias must be in [-100, 100], got {bias} for {token!r}")
+            if token == "":
+                raise InputError("logit_bias names an empty string; give a token's id or its text.")
+        words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ())
+        if any(len(word) == 0 for word in words):
+            raise InputError("bad_words holds an empty word; give at least one character, or one token id.")
+        object.__setattr__(self, "bad_words", words)
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise InputError(f"repetition_penalty must be above 0 (1 changes nothing), got {self.repetition_penalty}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                raise InputError(f"{name} must be in [-2, 2] (0 changes nothing), got {getattr(self, name)}")
 
-def check_sampling(temperature: float, top_k: int | None, top_p: float) -> None:
+
+def check_sampling(temperature: float, top_k: int | None, top_p: float, min_p: float = 0.0) -> None:
     """The ranges of what shapes a distribution.
 
     Raises:
@@ -249,6 +317,8 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float) -> None:
         raise InputError(f"temperature must be a number of at least 0 (0 is greedy), got {temperature}")
     if not 0 <= top_p <= 1:
         raise InputError(f"top_p must be in [0, 1], got {top_p}")
+    if not 0 <= min_p <= 1:
+        raise InputError(f"min_p must be in [0, 1], got {min_p}")
     if top_k is not None and top_k < 1:
         raise InputError(f"top_k must be at least 1, or None for all tokens, got {top_k}")
 

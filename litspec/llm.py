@@ -24,6 +24,7 @@ from litspec.engine.runner import CompiledRunner, Runner
 from litspec.engine.sequence import Block
 from litspec.engine.target import Placed
 from litspec.errors import InputError
+from litspec.logits import LogitsProcessor, rules_of
 from litspec.model.packed import PackedLinear
 from litspec.placement import place
 from litspec.report import Piece, Pieces, Stats, make_stats, plot_acceptance, to_html
@@ -289,7 +290,7 @@ class SpecLLM:
         if self.drafter is not None:
             check_k(settings.speculative_k, self.verify_width)
         max_new_tokens, min_new_tokens = settings.max_new_tokens, settings.min_new_tokens
-        sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, settings.sampler)
+        sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, settings.sampler, settings.min_p)
         speculative_k = 0 if self.drafter is None else settings.speculative_k
         ids = self.codec.encode(prompt, settings.sys_prompt).tolist()
         block_size = self.placed.model.config.block_size
@@ -301,17 +302,20 @@ class SpecLLM:
         stop_tokens = self.codec.stop_tokens
         stop_ids = [sequence[0] for sequence in stop_tokens if len(sequence) == 1]
         tokens_stop = StopTokens(stop_tokens, ignore_first=min_new_tokens)
+        vocab_size = self.placed.model.config.padded_vocab_size
         strings = None
         if settings.stop:
-            special, vocab_size = self.codec.special_tokens, self.placed.model.config.padded_vocab_size
+            special = self.codec.special_tokens
             detokenizer = self.codec.detokenizer(after=ids)
             strings = StopStrings(settings.stop, detokenizer, min_new_tokens, special=special, vocab_size=vocab_size)
+        rules = rules_of(settings, self.codec)
         sampler = make_sampler(
             sampling,
             seed=text_seed(settings.seed, index),
             # Compiled steps hold what bans them in any case, so that all texts share them.
             banned=stop_ids if min_new_tokens or self.runner.compiles else [],
             banned_until=len(ids) + min_new_tokens if min_new_tokens else 0,
+            processor=LogitsProcessor(rules, ids, vocab_size) if rules else None,
         )
         return self._run(
             prompt,

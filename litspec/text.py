@@ -14,6 +14,7 @@ import re
 import sys
 from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
@@ -106,6 +107,50 @@ class TextCodec:
             detokenizer = self.detokenizer(after=after)
             return detokenizer.push(token_ids) + detokenizer.flush()
         return self._vocabulary.decode(_ids(token_ids))
+
+    def token_id(self, token: str) -> int:
+        """The id of a token that is given as a special token's name, as its text, or as the vocabulary spells it.
+
+        Raises:
+            InputError: It is none of these.
+        """
+        if token in self.special_tokens:
+            return self.special_tokens[token]
+        ids = self._encode_alone(token)
+        if len(ids) == 1:
+            return ids[0]
+        # Sentencepiece gives what it does not know the id of <unk>.
+        with suppress(ValueError):
+            id_ = self.tokenizer.token_to_id(token)
+            if self.tokenizer.backend == "huggingface" or self.tokenizer.processor.id_to_piece(id_) == token:
+                return id_
+        raise InputError(
+            f"{token!r} is no token, but {len(ids)} of them; give a token's id, or text that is one token."
+        )
+
+    def spellings(self, word: str) -> list[list[int]]:
+        """A word as token ids, as it stands at the beginning of a text and behind a space.
+
+        Raises:
+            InputError: It has no tokens.
+        """
+        if word in self.special_tokens:
+            return [[self.special_tokens[word]]]
+        found = [self._encode_alone(word), self._encode_alone(" " + word.lstrip(" "))]
+        found = [ids for i, ids in enumerate(found) if ids and ids not in found[:i]]
+        if not found:
+            raise InputError(f"The word {word!r} has no tokens.")
+        return found
+
+    def _encode_alone(self, text: str) -> list[int]:
+        """Token ids of some text without a prompt style, BOS or EOS."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"{text!r} is not valid Unicode: it holds half of a surrogate pair.") from error
+        if self.tokenizer.backend == "huggingface":
+            return list(self.tokenizer.processor.encode(text, add_special_tokens=False).ids)
+        return self.tokenizer.encode(text, bos=False, eos=False).tolist()
 
     @property
     def special_tokens(self) -> dict[str, int]:

@@ -65,7 +65,8 @@ class ModelDrafts:
         """
         found: list[Proposal] = []
         for n in self._runner.split(k, self._pieces):
-            found.append(self._run(rows, input_pos, n, cache, cache.bucket(input_pos + rows.size(0) + n - 1)))
+            before = torch.cat([proposal.tokens for proposal in found]) if found else None
+            found.append(self._run(rows, input_pos, n, cache, cache.bucket(input_pos + rows.size(0) + n - 1), before))
             input_pos += n
             rows = torch.cat((rows, found[-1].tokens))[-rows.size(0) :]
         tokens, q = found[0] if len(found) == 1 else _joined(found)
@@ -89,7 +90,15 @@ class ModelDrafts:
     def _key(self, n_rows: int, n: int, cache: KVCache, kv_length: int) -> Hashable:
         return self._name, n_rows, n, cache.shape, kv_length
 
-    def _run(self, rows: torch.Tensor, input_pos: int, n: int, cache: KVCache, kv_length: int) -> Proposal:
+    def _run(
+        self,
+        rows: torch.Tensor,
+        input_pos: int,
+        n: int,
+        cache: KVCache,
+        kv_length: int,
+        before: torch.Tensor | None = None,
+    ) -> Proposal:
         model, sampler, n_layer, allowed = self._model, self._sampler, self._n_layer, self._allowed
 
         def draft(cache: KVCache, rows: torch.Tensor, places: torch.Tensor, inputs: Inputs) -> Proposal:
@@ -97,13 +106,13 @@ class ModelDrafts:
             drawn: list[tuple[torch.Tensor, Distribution | None]] = []
             for i in range(n):
                 logits = model.verify(idx, place, cache, kv_length=kv_length, n_layer=n_layer, last=1)
-                drawn.append(sampler.draw(allowed(logits[0]), inputs.row(i)))
+                drawn.append(sampler.draw(allowed(logits[0]), inputs.row(i, [token for token, _ in drawn])))
                 idx, place = drawn[-1][0].view(1, 1), places[behind + i : behind + i + 1]
             q = [each for _, each in drawn if each is not None]
             return Proposal(torch.cat([token for token, _ in drawn]), concatenate(q) if q else None)
 
         first = input_pos + rows.size(0)
-        inputs = sampler.inputs(rows.device, first, n)
+        inputs = sampler.inputs(rows.device, first, n, before)
         # Positions are on the device already.
         places = cache.slots[input_pos : first + n]
         key = self._key(rows.size(0), n, cache, kv_length) if self._runner.compiles else None

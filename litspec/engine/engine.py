@@ -118,11 +118,11 @@ class Engine:
         for handle, request, slot in texts.values():
             if not slot.text.started:
                 try:
-                    results[handle] = slot.text.commit(prefill(slot, request.prompt))
+                    results[handle] = slot.commit(prefill(slot, request.prompt))
                 except InputError as error:
                     slot.error = error
         for slot, tokens, proposed in run_round(running, self._cache) if running else []:
-            results[texts[slot.number][0]] = slot.text.commit(tokens, proposed)
+            results[texts[slot.number][0]] = slot.commit(tokens, proposed)
         for handle, request, slot in texts.values():
             if slot.error is not None:
                 results[handle] = slot.error

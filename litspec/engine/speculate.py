@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from litspec.drafters.base import DraftSession, Proposal
-from litspec.engine.sequence import Text
+from litspec.engine.sequence import Block, Text
 from litspec.engine.target import Slots, TargetSession
 from litspec.errors import InputError
 from litspec.sampling import Choosing, Distribution, Inputs, Sampler, right_prefix
@@ -61,6 +61,11 @@ class Slot:
     def __post_init__(self) -> None:
         if self.target.stop_ids:
             self.stops = torch.tensor(self.target.stop_ids, device=self.target.device)
+
+    def commit(self, tokens: list[int], proposed: int = 0) -> Block:
+        """Takes what a round brought, see `Text.commit`."""
+        self.sampler.commit(tokens)
+        return self.text.commit(tokens, proposed)
 
 
 # Numbers of an outcome before its tokens.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from litspec.arguments import checked, hints_of, shown
-from litspec.config import GenerateConfig
+from litspec.config import FOR_TEXTS, GenerateConfig
 from litspec.errors import InputError
 from litspec.jobs.disk import digest, dump
 
@@ -47,7 +47,17 @@ def _is_int(value: Any) -> bool:
 
 
 # What a line may say beside id and prompt, by the names of `GenerateConfig`.
-OVERRIDES = ("sys_prompt", "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "seed", "stop")
+OVERRIDES = (
+    "sys_prompt",
+    "max_new_tokens",
+    "min_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    *FOR_TEXTS,
+    "seed",
+    "stop",
+)
 
 
 class Prompts(Sequence[Request]):
