@@ -350,3 +350,25 @@ def test_verify_holds_compiled_steps_to_the_same_promise(
     assert len(report["checks"]) == 10 and "3 contexts" in report["checks"][9]["detail"]
     # Three samplers verify; the draft model drafts with each, once more a single token, and early exit with two.
     assert len(set(compiled)) == 3 + 4 + 2 and len(compiled) > 100
+
+
+RULES: dict[str, Any] = dict(
+    logit_bias={"a": 1.5, "b": -2},
+    bad_words=["c", [3, 4], [5, 6, 7]],
+    repetition_penalty=1.2,
+    presence_penalty=0.3,
+    frequency_penalty=0.2,
+)
+
+
+def test_penalties_bias_and_bans_are_inputs_of_a_graph_and_change_no_text_by_drafting(llm: SpecLLM) -> None:
+    mode = "coupled"
+    alone = decode(llm.with_drafter("none"), mode, **RULES)
+    built = graphs(llm)
+    assert decode(llm, mode, **RULES) == alone
+    assert decode(llm.with_drafter("prompt_lookup"), mode, **RULES) == alone
+    drafting = graphs(llm)
+    # Other values and other words of the same number need no other graph.
+    others = RULES | dict(logit_bias={"d": 2}, bad_words=["a", [8, 4], [5, 6, 8]], repetition_penalty=1.5)
+    assert decode(llm, mode, **others) != alone
+    assert graphs(llm) == drafting and drafting > built
