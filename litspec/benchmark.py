@@ -22,7 +22,6 @@ import torch
 from litspec.drafters import Cost, Drafter, DrafterName, DraftSession, Proposal
 from litspec.drafters.autoregressive import step_bytes
 from litspec.engine.costs import Trial
-from litspec.engine.runner import Runner
 from litspec.engine.target import Slots, TargetSession
 from litspec.errors import InputError
 from litspec.llm import Completion, SpecLLM
@@ -125,9 +124,6 @@ class Report:
 class SimulatedDrafter(Drafter):
     """Proposes the target's own text, corrupted at a rate, at another drafter's cost: a draft of a given quality.
 
-    Attributes:
-        text: Index of the text that the next session is for.
-
     Args:
         drafter: Runs as it would, for its cost; each token that it proposes is replaced.
         texts: Token ids of prompt and completion of every text, as the target alone writes them.
@@ -142,7 +138,7 @@ class SimulatedDrafter(Drafter):
         self.drafter = drafter
         self.taps = drafter.taps
         self.max_k = drafter.max_k
-        self.text = 0
+        self._texts = [list(text) for text in texts]
         self._proposals = [
             torch.tensor([token if rng.random() < acceptance else (token + 1) % vocab_size for token in text])
             for text, rng in ((text, random.Random(f"{seed}:{i}")) for i, text in enumerate(texts))
@@ -155,31 +151,50 @@ class SimulatedDrafter(Drafter):
     def cost(self, k: int) -> Cost:
         return self.drafter.cost(k)
 
-    def reserve(self, max_length: int, runner: Runner) -> None:
-        self.drafter.reserve(max_length, runner)
-
     def start(self, target: TargetSession, max_length: int, sampler: Sampler) -> DraftSession:
-        session = self.drafter.start(target, max_length, sampler)
-        return _SimulatedSession(session, self._proposals[self.text].to(target.device))
+        return _SimulatedSession(self, self.drafter.start(target, max_length, sampler), target.device)
+
+    def propose_batch(
+        self, sessions: Sequence[DraftSession], tokens: Sequence[int], input_pos: Sequence[int], k: Sequence[int]
+    ) -> list[Proposal]:
+        own = [session for session in sessions if isinstance(session, _SimulatedSession)]
+        replaced = self.drafter.propose_batch([session.session for session in own], tokens, input_pos, k)
+        return [
+            session.instead(place, proposal.tokens.size(0))
+            for session, place, proposal in zip(own, input_pos, replaced, strict=True)
+        ]
+
+    def proposals_for(self, prompt: Sequence[int]) -> torch.Tensor:
+        """What is proposed for each position of the text that begins so."""
+        found = next(i for i, text in enumerate(self._texts) if text[: len(prompt)] == list(prompt))
+        return self._proposals[found]
 
 
 class _SimulatedSession(DraftSession):
-    def __init__(self, session: DraftSession, proposals: torch.Tensor) -> None:
-        self._session = session
-        self._proposals = proposals  # what is proposed for each position of this text
+    def __init__(self, drafter: SimulatedDrafter, session: DraftSession, device: torch.device) -> None:
+        self._drafter = drafter
+        self.session = session
+        self._device = device
+        self._proposals: torch.Tensor | None = None
 
     def commit(self, tokens: Sequence[int], input_pos: int, hidden: torch.Tensor | None = None) -> None:
-        self._session.commit(tokens, input_pos, hidden)
+        if self._proposals is None:
+            self._proposals = self._drafter.proposals_for(tokens).to(self._device)
+        self.session.commit(tokens, input_pos, hidden)
 
     def propose(self, token: int, input_pos: int, k: int) -> Proposal:
-        replaced, _ = self._session.propose(token, input_pos, k)
-        return Proposal(self._proposals[input_pos + 1 : input_pos + 1 + replaced.size(0)])
+        return self.instead(input_pos, self.session.propose(token, input_pos, k).tokens.size(0))
+
+    def instead(self, input_pos: int, m: int) -> Proposal:
+        """m proposals behind the token at `input_pos`, in place of those that were drafted."""
+        assert self._proposals is not None, "a session is told the prompt before it proposes"
+        return Proposal(self._proposals[input_pos + 1 : input_pos + 1 + m])
 
     def prepare(self, sizes: Sequence[int]) -> None:
-        self._session.prepare(sizes)
+        self.session.prepare(sizes)
 
     def close(self) -> None:
-        self._session.close()
+        self.session.close()
 
 
 def plain_decoder(llm: SpecLLM, load: Callable[[], SpecLLM]) -> SpecLLM:
@@ -397,8 +412,6 @@ def measure(
         # The first turn warms up.
         for j in range(len(prompts)) if turn else [longest]:
             for i, (run, drafter) in enumerate(zip(runs, drafting)):
-                if isinstance(drafter, SimulatedDrafter):
-                    drafter.text = j
                 decoder = plain if i == 0 else wide
                 decoder.drafter = drafter
                 completions[i].append(decoder.generate(prompts[j], index=j, speculative_k=run.k, **settings))

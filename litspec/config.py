@@ -348,6 +348,14 @@ def check_k(speculative_k: int | Literal["auto"], verify_width: int) -> None:
         )
 
 
+def check_batch_size(batch_size: Any) -> int | Literal["auto"]:
+    """Raises InputError for what is neither "auto" nor a number of texts."""
+    batch_size = checked("batch_size", batch_size, int | Literal["auto"])
+    if batch_size != "auto" and batch_size < 1:
+        raise InputError(f"batch_size must be 'auto' or a whole number of at least 1, got {batch_size!r}")
+    return batch_size
+
+
 def names_of(decides: Decides) -> tuple[str, ...]:
     """The settings that decide this."""
     both = (*fields(LoadConfig), *fields(GenerateConfig))

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 
 from litspec.arguments import checked, spelled_out
 from litspec.checkpoint import PairReport, check_pair, open_checkpoint
-from litspec.config import GenerateConfig, LoadConfig, check_k
+from litspec.config import GenerateConfig, LoadConfig, check_batch_size, check_k
 from litspec.demo import DEMO_DRAFT, DEMO_TARGET
 from litspec.drafters import AdaptiveK, Drafter, FixedK, SpeculativeK, make_drafter
 from litspec.drafters.folders import kind_of, load_published
 from litspec.drafters.speculative_k import Acceptance, RoundCosts
+from litspec.engine.capacity import slots_that_fit, slots_that_pay
 from litspec.engine.costs import modelled
 from litspec.engine.engine import Engine, Request
 from litspec.engine.runner import CompiledRunner, Runner
@@ -35,6 +37,8 @@ from litspec.types import DrafterName, FinishReason
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+T = TypeVar("T")  # what a caller calls a text
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,8 @@ class SpecLLM:
         self._pair = pair
         self._embedded = embedded
         self._published = published
-        self._idle: Engine | None = None  # the last text's, kept for its memory and its prompt
+        self._idle: Engine | None = None  # the last texts', kept for its memory and its prompts
+        self._paying: int | None = None  # texts at the same time that pay
         # What rounds cost, and how many proposals were accepted so far, by drafter and how tokens are chosen.
         self._costs: dict[tuple[object, ...], RoundCosts] = {}
         self._accepted: dict[tuple[object, ...], Acceptance] = {}
@@ -253,7 +258,13 @@ class SpecLLM:
 
     @spelled_out(settings=GenerateConfig)
     def generate(
-        self, prompt: str | Sequence[str], settings: GenerateConfig, *, stream: bool = False, index: int = 0
+        self,
+        prompt: str | Sequence[str],
+        settings: GenerateConfig,
+        *,
+        stream: bool = False,
+        index: int = 0,
+        batch_size: int | Literal["auto"] = "auto",
     ) -> Completion | TextStream | list[Completion]:
         """Generates the target's own text, sooner.
 
@@ -263,35 +274,85 @@ class SpecLLM:
             stream: Return an iterator of pieces of the text instead.
             index: Of this text among many: with the seed it makes the text's own random stream. The texts of a list are
                 counted on from it.
+            batch_size: Of several prompts, the most that are generated at the same time; "auto" for as many as pay and
+                as memory holds. A text does not depend on it.
 
         Raises:
             InputError: A ValueError; for a setting out of range, or a prompt too long for the model.
         """
         prompt = checked("prompt", prompt, str | Sequence[str])
         stream, index = checked("stream", stream, bool), checked("index", index, int)
+        batch_size = check_batch_size(batch_size)
         if not isinstance(prompt, str) and stream:
             raise InputError("stream=True takes one prompt, not a list; stream them one after the other.")
         if settings.seed is None:
             settings = replace(settings, seed=self.placed.share_int(int(torch.randint(2**62, ()))))
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         # Checked and encoded now, so that a mistake shows here and not at the first piece.
-        streams = [TextStream(self._begin(text, settings, index + i)) for i, text in enumerate(prompts)]
-        if stream:
-            return streams[0]
-        completions = []
-        for text in streams:
-            for _ in text:
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        texts = [self._prepare(each, settings, index + i) for i, each in enumerate(prompts)]
+        if isinstance(prompt, str):
+            alone = TextStream(self._stream(texts[0]))
+            if stream:
+                return alone
+            for _ in alone:
                 pass
-            completions.append(text.completion)
-        return completions[0] if isinstance(prompt, str) else completions
+            return alone.completion
+        completions: list[Completion | None] = [None] * len(texts)
+        # The longest first: what is left to the end, when fewer run together, is short.
+        order = sorted(range(len(texts)), key=lambda i: -texts[i].max_length)
+        slots = self.slots_for(batch_size, len(texts), max((text.max_length for text in texts), default=0))
+        for i, result in self._complete(((i, texts[i]) for i in order), slots):
+            if isinstance(result, InputError):
+                raise result
+            completions[i] = result
+        return completions
 
-    def _begin(self, prompt: str, settings: GenerateConfig, index: int) -> Iterator[list[Piece] | Completion]:
-        """Checks a request; the pieces of its text, then its `Completion`, come as they are asked for."""
+    def complete(
+        self, texts: Iterable[tuple[T, str, GenerateConfig, int]], *, slots: int = 1
+    ) -> Iterator[tuple[T, Completion | InputError]]:
+        """Generates many texts, several at a time; each is the one that `generate` gives for its prompt alone.
+
+        Args:
+            texts: Of each a name, its prompt, its settings (with a seed) and its index, see `generate`. The next is
+                asked for as soon as a slot is free.
+            slots: Texts that run at the same time, see `slots_for`.
+
+        Returns:
+            By name the finished texts as they end, or why there is none.
+        """
+
+        def prepared() -> Iterator[tuple[T, _Prepared | InputError]]:
+            for name, prompt, settings, index in texts:
+                try:
+                    yield name, self._prepare(prompt, settings, index)
+                except InputError as error:
+                    yield name, error
+
+        return self._complete(prepared(), slots)
+
+    def slots_for(self, batch_size: int | Literal["auto"], texts: int, max_length: int) -> int:
+        """How many texts to generate at the same time.
+
+        Args:
+            batch_size: The most; "auto" for as many as pay and as memory holds.
+            texts: How many there are.
+            max_length: Tokens of the longest, prompt and completion together.
+        """
+        if texts <= 1 or batch_size == 1:
+            return 1
+        if batch_size != "auto":
+            return min(batch_size, texts)
+        fitting = slots_that_fit(self.placed, self.drafter, max_length)
+        if self._paying is None and min(texts, fitting) > 2:
+            self._paying = self.placed.share_int(slots_that_pay(self.placed))
+        return self.placed.share_int(max(1, min(texts, fitting, self._paying or 2)))
+
+    def _prepare(self, prompt: str, settings: GenerateConfig, index: int) -> _Prepared:
+        """Checks and encodes a request."""
         if self.drafter is not None:
             check_k(settings.speculative_k, self.verify_width)
         max_new_tokens, min_new_tokens = settings.max_new_tokens, settings.min_new_tokens
         sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, settings.sampler, settings.min_p)
-        speculative_k = 0 if self.drafter is None else settings.speculative_k
         ids = self.codec.encode(prompt, settings.sys_prompt).tolist()
         block_size = self.placed.model.config.block_size
         if len(ids) + max_new_tokens > block_size:
@@ -300,7 +361,7 @@ class SpecLLM:
                 f"{len(ids) + max_new_tokens}, but the model's block_size is {block_size}; shorten one of them."
             )
         stop_tokens = self.codec.stop_tokens
-        stop_ids = [sequence[0] for sequence in stop_tokens if len(sequence) == 1]
+        stop_ids = self._stop_ids
         tokens_stop = StopTokens(stop_tokens, ignore_first=min_new_tokens)
         vocab_size = self.placed.model.config.padded_vocab_size
         strings = None
@@ -308,6 +369,8 @@ class SpecLLM:
             special = self.codec.special_tokens
             detokenizer = self.codec.detokenizer(after=ids)
             strings = StopStrings(settings.stop, detokenizer, min_new_tokens, special=special, vocab_size=vocab_size)
+        if settings.seed is None:
+            raise ValueError("a seed is chosen before a text is prepared")
         rules = rules_of(settings, self.codec)
         sampler = make_sampler(
             sampling,
@@ -317,120 +380,263 @@ class SpecLLM:
             banned_until=len(ids) + min_new_tokens if min_new_tokens else 0,
             processor=LogitsProcessor(rules, ids, vocab_size) if rules else None,
         )
-        return self._run(
+        return _Prepared(
             prompt,
             ids,
-            max_length=len(ids) + max_new_tokens,
-            stop_ids=stop_ids,
-            stop=tokens_stop if strings is None else FirstOf(tokens_stop, strings),
-            strings=strings,
-            sampler=sampler,
-            speculative_k=speculative_k,
+            len(ids) + max_new_tokens,
+            tokens_stop if strings is None else FirstOf(tokens_stop, strings),
+            strings,
+            sampler,
+            0 if self.drafter is None else settings.speculative_k,
         )
 
-    def _run(
-        self,
-        prompt: str,
-        ids: list[int],
-        *,
-        max_length: int,
-        stop_ids: list[int],
-        stop: StopTokens | FirstOf,
-        strings: StopStrings | None,
-        sampler: Sampler,
-        speculative_k: int | Literal["auto"],
-    ) -> Iterator[list[Piece] | Completion]:
-        engine = self._take_engine(max_length, stop_ids)
-        handle = None
+    @property
+    def _stop_ids(self) -> list[int]:
+        """Single tokens that end every text."""
+        return [sequence[0] for sequence in self.codec.stop_tokens if len(sequence) == 1]
+
+    def _stream(self, prepared: _Prepared) -> Iterator[list[Piece] | Completion]:
+        """The pieces of one text, then its `Completion`, as they are asked for."""
+        engine = self._take_engine(prepared.max_length, 1)
+        writing = None
         try:
-            choose_k = self._choose_k(speculative_k, sampler, engine)
-            request = Request(ids, max_length, stop, sampler, choose_k)
-            handle = engine.add(request)
+            writing = self._add(prepared, engine)
             engine.prepare()
-            began = first = time.perf_counter()
-            # The text goes on from the prompt: a space that begins it is kept, whatever the tokenizer.
-            text = Pieces(self.codec.detokenizer(after=ids))
-            token_ids: list[int] = []
-            drafted: list[bool] = []
-            blocks: list[Block] = []
-            pieces: list[Piece] = []
-            while not blocks or blocks[-1].finish_reason is None:
-                block = engine.step()[handle]
+            writing.begin()
+            while not writing.ended:
+                block = engine.step()[writing.handle]
                 if isinstance(block, InputError):
                     raise block
-                if not blocks:
-                    first = time.perf_counter()
-                blocks.append(block)
-                token_ids += block.tokens
-                drafted += block.drafted
-                text.push(block.tokens, block.drafted)
-                if block.finish_reason is None:
-                    # A released token may end in characters that are still held for a stop string.
-                    sure = text.char_count if strings is None else min(text.char_count, strings.safe_chars)
-                    if released := text.release(sure):
-                        pieces += released
-                        yield released
-            ended = time.perf_counter()
+                if released := writing.push(block):
+                    yield released
         finally:
             # Also after an error, and where a stream is closed or forgotten before its end.
-            if handle is not None:
-                engine.cancel(handle)
+            if writing is not None:
+                engine.cancel(writing.handle)
             self._idle = engine
-        finish_reason = blocks[-1].finish_reason
-        text.flush()
-        if strings is not None and finish_reason == "length" and (kept := strings.finish()) is not None:
-            finish_reason = "stop"
-            del token_ids[kept:], drafted[kept:]
-        if released := text.release(strings.safe_chars if strings is not None and strings.found else text.char_count):
-            pieces += released
+        if released := writing.finish():
             yield released
-        stats = make_stats(
-            blocks,
-            new_tokens=len(token_ids),
-            prefill_seconds=first - began,
-            decode_seconds=ended - first,
-            draft_seconds=request.draft_seconds,
-            verify_seconds=request.verify_seconds,
-        )
-        whole = "".join(piece.text for piece in pieces)
-        yield Completion(prompt, whole, token_ids, finish_reason, stats, drafted, blocks, pieces)
+        yield writing.completion()
+
+    def _complete(
+        self, texts: Iterator[tuple[T, _Prepared | InputError]], slots: int
+    ) -> Iterator[tuple[T, Completion | InputError]]:
+        """Generates texts in so many slots; a slot that is free takes the next text at once."""
+        engine: Engine | None = None
+        running: dict[int, tuple[T, _Writing]] = {}  # by handle
+        waiting: tuple[T, _Prepared] | None = None  # does not fit the engine, which must be empty to be replaced
+        more = True
+        try:
+            while True:
+                while more and waiting is None and len(running) < slots:
+                    if (following := next(texts, None)) is None:
+                        more = False
+                        break
+                    name, prepared = following
+                    if isinstance(prepared, InputError):
+                        yield name, prepared
+                    elif running and engine is not None and prepared.max_length > engine.max_length:
+                        waiting = name, prepared
+                    else:
+                        engine = self._engine_for(prepared, slots, engine)
+                        writing = self._add(prepared, engine)
+                        running[writing.handle] = name, writing
+                if not running:
+                    if waiting is None:
+                        return
+                    (name, prepared), waiting = waiting, None
+                    engine = self._engine_for(prepared, slots, engine)
+                    writing = self._add(prepared, engine)
+                    running[writing.handle] = name, writing
+                assert engine is not None, "texts run in an engine"
+                engine.prepare()
+                for _, writing in running.values():
+                    writing.begin()
+                for handle, block in engine.step().items():
+                    name, writing = running[handle]
+                    if isinstance(block, InputError):
+                        del running[handle]
+                        yield name, block
+                        continue
+                    writing.push(block)
+                    if writing.ended:
+                        del running[handle]
+                        writing.finish()
+                        yield name, writing.completion()
+        finally:
+            if engine is not None:
+                for handle in running:
+                    engine.cancel(handle)
+                self._idle = engine
+
+    def _engine_for(self, prepared: _Prepared, slots: int, engine: Engine | None) -> Engine:
+        """The engine in use, or another where there is none yet or the text is too long for it."""
+        if engine is not None and engine.max_length >= prepared.max_length:
+            return engine
+        del engine  # its memory, before there is another
+        return self._take_engine(prepared.max_length, slots)
+
+    def _add(self, prepared: _Prepared, engine: Engine) -> _Writing:
+        choose_k = self._choose_k(prepared.speculative_k, prepared.sampler, engine)
+        request = Request(prepared.ids, prepared.max_length, prepared.stop, prepared.sampler, choose_k)
+        # The text goes on from the prompt: a space that begins it is kept, whatever the tokenizer.
+        text = Pieces(self.codec.detokenizer(after=prepared.ids))
+        return _Writing(prepared, request, engine.add(request), text)
 
     def _choose_k(self, speculative_k: int | Literal["auto"], sampler: Sampler, engine: Engine) -> SpeculativeK:
         """The choice of k for one text."""
-        if self.drafter is None:
+        drafter = self.drafter
+        if drafter is None:
             return FixedK(0)
-        most = min(self.drafter.max_k, self.verify_width - 1)
+        most = min(drafter.max_k, self.verify_width - 1)
         if speculative_k != "auto":
             return FixedK(min(speculative_k, most))
-        self._drafters[id(self.drafter)] = self.drafter
+        self._drafters[id(drafter)] = drafter
         if isinstance(sampler, Rejection):
-            # The text depends on k here, so neither a clock nor another text may decide it.
-            key: tuple[object, ...] = id(self.drafter), Rejection
+            # The text depends on k here, so neither a clock nor other texts may decide it.
+            key: tuple[object, ...] = id(drafter), Rejection
             if key not in self._costs:
-                self._costs[key] = modelled(self.placed, self.drafter, most)
+                self._costs[key] = modelled(self.placed, drafter, most)
             return AdaptiveK(self._costs[key], Acceptance(most))
-        key = id(self.drafter), sampler.kind
-        if key not in self._costs:
-            self._costs[key] = engine.time_rounds(self.drafter, most, sampler)
-        return AdaptiveK(self._costs[key], self._accepted.setdefault(key, Acceptance(most)))
+        accepted = self._accepted.setdefault((id(drafter), sampler.kind), Acceptance(most))
+        alone = self._timed(engine, drafter, most, sampler, 1)
+        if engine.slots == 1:
+            return AdaptiveK(alone, accepted)
+        together = self._timed(engine, drafter, most, sampler, engine.slots)
+        of = functools.cache(lambda running: alone.towards(together, (running - 1) / (engine.slots - 1)))
+        return AdaptiveK(alone, accepted, lambda: (engine.running, of(engine.running)))
 
-    def reserve(self, max_length: int) -> None:
+    def _timed(self, engine: Engine, drafter: Drafter, most: int, sampler: Sampler, count: int) -> RoundCosts:
+        """What rounds of so many texts cost, measured where the engine is empty."""
+        key = id(drafter), sampler.kind, count
+        if key not in self._costs and engine.running:
+            # Another way of choosing tokens costs nearly the same.
+            similar = [costs for (*who, _, n), costs in self._costs.items() if (*who, n) == (id(drafter), count)]
+            return similar[0] if similar else modelled(self.placed, drafter, most)
+        if key not in self._costs:
+            self._costs[key] = engine.time_rounds(drafter, most, sampler, count)
+        return self._costs[key]
+
+    def reserve(self, max_length: int, slots: int = 1) -> None:
         """Makes room for texts of up to `max_length` tokens, prompt included, before the first of them.
 
         A cache is else replaced by a larger one as texts grow, which then reads again what prompts have in common, and
         for which steps are compiled again.
-        """
-        with self._lock:
-            self._idle = Engine(self.placed, self.drafter, max_length=max_length)
-        if self.drafter is not None:
-            self.drafter.reserve(max_length, self.placed.runner)
 
-    def _take_engine(self, max_length: int, stop_ids: list[int]) -> Engine:
-        """The idle engine where its cache is large enough, else a new one."""
+        Args:
+            max_length: Most tokens of a text.
+            slots: Texts at the same time.
+        """
+        self._idle = None
+        self._idle = self._take_engine(max_length, slots)
+
+    def _take_engine(self, max_length: int, slots: int) -> Engine:
+        """The idle engine where it fits, else a new one."""
         with self._lock:
             engine, self._idle = self._idle, None
-        if engine is not None and engine.max_length >= max_length:
-            engine.stop_ids, engine.drafter = tuple(stop_ids), self.drafter
+        if engine is not None and engine.max_length >= max_length and engine.slots == slots:
+            engine.stop_ids, engine.drafter = tuple(self._stop_ids), self.drafter
             return engine
         del engine
-        return Engine(self.placed, self.drafter, max_length=max_length, stop_ids=stop_ids)
+        return Engine(self.placed, self.drafter, slots=slots, max_length=max_length, stop_ids=self._stop_ids)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A text that has been checked and encoded; the fields as in `Completion` and `engine.Request`."""
+
+    prompt: str
+    ids: list[int]
+    max_length: int
+    stop: StopTokens | FirstOf
+    strings: StopStrings | None
+    sampler: Sampler
+    speculative_k: int | Literal["auto"]
+
+
+class _Writing:
+    """A text on its way: takes blocks of tokens, gives pieces of text.
+
+    Attributes:
+        handle: Of the engine's request.
+        ended: Whether the last block has come.
+
+    Args:
+        prepared: The text.
+        request: The engine's request.
+        handle: See above.
+        text: Makes pieces of tokens.
+    """
+
+    def __init__(self, prepared: _Prepared, request: Request, handle: int, text: Pieces) -> None:
+        self._prepared = prepared
+        self._request = request
+        self.handle = handle
+        self._text = text
+        self._token_ids: list[int] = []
+        self._drafted: list[bool] = []
+        self._blocks: list[Block] = []
+        self._pieces: list[Piece] = []
+        self._finish_reason: FinishReason | None = None
+        self._began = self._first = self._last = 0.0
+
+    def begin(self) -> None:
+        """Starts the clock, where it does not run yet."""
+        self._began = self._began or time.perf_counter()
+
+    @property
+    def ended(self) -> bool:
+        return self._finish_reason is not None
+
+    def push(self, block: Block) -> list[Piece]:
+        """Takes a block; returns what has become certain of the text."""
+        self._last = time.perf_counter()
+        self._first = self._first or self._last
+        self._blocks.append(block)
+        self._token_ids += block.tokens
+        self._drafted += block.drafted
+        self._text.push(block.tokens, block.drafted)
+        self._finish_reason = block.finish_reason
+        if self.ended:
+            return []
+        # A released token may end in characters that are still held for a stop string.
+        strings = self._prepared.strings
+        return self._release(self._text.char_count if strings is None else strings.safe_chars)
+
+    def finish(self) -> list[Piece]:
+        """Ends the text; returns what was held back of it."""
+        strings = self._prepared.strings
+        self._text.flush()
+        if strings is not None and self._finish_reason == "length" and (kept := strings.finish()) is not None:
+            self._finish_reason = "stop"
+            del self._token_ids[kept:], self._drafted[kept:]
+        cut = strings is not None and strings.found
+        return self._release(strings.safe_chars if strings is not None and cut else self._text.char_count)
+
+    def _release(self, char_count: int) -> list[Piece]:
+        released = self._text.release(min(char_count, self._text.char_count))
+        self._pieces += released
+        return released
+
+    def completion(self) -> Completion:
+        """The finished text."""
+        assert self._finish_reason is not None, "a text that has ended has a reason"
+        stats = make_stats(
+            self._blocks,
+            new_tokens=len(self._token_ids),
+            prefill_seconds=self._first - self._began,
+            decode_seconds=self._last - self._first,
+            draft_seconds=self._request.draft_seconds,
+            verify_seconds=self._request.verify_seconds,
+        )
+        whole = "".join(piece.text for piece in self._pieces)
+        return Completion(
+            self._prepared.prompt,
+            whole,
+            self._token_ids,
+            self._finish_reason,
+            stats,
+            self._drafted,
+            self._blocks,
+            self._pieces,
+        )

@@ -60,6 +60,8 @@ class LogitsRules:
 class Context(NamedTuple):
     """What is known of a text before the first row of a block, as tensors: inputs of a step that may be compiled.
 
+    Those of several texts are stacked: each has a dimension more in front.
+
     Attributes:
         bias: (V,) float32, added to logits; -inf for an id that is banned everywhere.
         penalties: (3,) float32: repetition, presence, frequency.
@@ -78,50 +80,58 @@ class Context(NamedTuple):
     heads: torch.Tensor | None = None
     lasts: torch.Tensor | None = None
 
+    @property
+    def batched(self) -> bool:
+        """Whether it is that of several texts."""
+        one = next((tensor for tensor in (self.bias, self.counts, self.tail) if tensor is not None), None)
+        return one is not None and one.dim() > 1
+
+    @classmethod
+    def stacked(cls, contexts: Sequence[Context]) -> Context:
+        """Those of several texts whose processors are of one kind."""
+        fields = [[tensor for tensor in tensors if tensor is not None] for tensors in zip(*contexts)]
+        return cls(*(torch.stack(tensors) if tensors else None for tensors in fields))
+
     def after(self, tokens: torch.Tensor) -> Context:
-        """The same text with some tokens more, (m,) int64."""
+        """The same with some tokens more, (..., m) int64."""
         counts, tail = self.counts, self.tail
         if counts is not None:
-            counts = counts + _one_hot(tokens, counts.size(0)).sum(0)
+            counts = counts + _one_hot(tokens, counts.size(-1)).sum(-2)
         if tail is not None:
-            tail = torch.cat((tail, tokens))[-tail.size(0) :]
+            tail = torch.cat((tail, tokens), -1)[..., -tail.size(-1) :]
         return self._replace(counts=counts, tail=tail)
-
-    def row(self, i: int, before: Sequence[torch.Tensor] = ()) -> Context:
-        """The context of the i-th row of a block: `before` are the i tokens that were drawn for the rows before it."""
-        return self.after(torch.cat(tuple(before))) if before else self
 
 
 def _one_hot(tokens: torch.Tensor, size: int) -> torch.Tensor:
-    """(m,) -> (m, size) float32; a row of zeros for an id that is none."""
-    return (tokens.unsqueeze(1) == torch.arange(size, device=tokens.device)).float()
+    """(..., m) -> (..., m, size) float32; a row of zeros for an id that is none."""
+    return (tokens.unsqueeze(-1) == torch.arange(size, device=tokens.device)).float()
 
 
 def adjusted(logits: torch.Tensor, context: Context, proposed: torch.Tensor | None = None) -> torch.Tensor:
     """Logits after bias, bans and penalties.
 
     Args:
-        logits: (R, v), of the target, or of a drafter that has the first v of its ids.
-        context: Of the first row.
-        proposed: (R - 1,) int64, the tokens that stand before each further row; -1 where there is none. None: all rows
-            stand at the same place.
+        logits: (..., R, v), of the target, or of a drafter that has the first v of its ids.
+        context: Of the first row of each text.
+        proposed: (..., R - 1) int64, the tokens that stand before each further row; -1 where there is none. None: all
+            rows of a text stand at the same place.
 
     Returns:
-        (R, v) float32.
+        (..., R, v) float32.
     """
     logits = logits.float()
-    size = logits.size(1)
+    size = logits.size(-1)
     if proposed is None:
-        proposed = torch.empty(0, dtype=torch.int64, device=logits.device)
+        proposed = torch.empty(*logits.shape[:-2], 0, dtype=torch.int64, device=logits.device)
     if context.bias is not None:
-        logits = logits + context.bias[:size]
+        logits = logits + context.bias[..., None, :size]
     if context.heads is not None:
         logits = _without_bad_words(logits, context, proposed)
     if context.counts is not None and context.penalties is not None and context.prompted is not None:
         # Counts of small whole numbers are exact, so a row does not depend on how its block was cut.
-        counts = context.counts[:size] + F.pad(_one_hot(proposed, size).cumsum(0), (0, 0, 1, 0))
-        seen = context.prompted[:size] | (counts > 0)
-        repetition, presence, frequency = context.penalties.unbind()
+        counts = context.counts[..., None, :size] + F.pad(_one_hot(proposed, size).cumsum(-2), (0, 0, 1, 0))
+        seen = context.prompted[..., None, :size] | (counts > 0)
+        repetition, presence, frequency = context.penalties[..., None, None].unbind(-3)
         logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
         logits = logits - frequency * counts - presence * (counts > 0)
     return logits
@@ -130,14 +140,15 @@ def adjusted(logits: torch.Tensor, context: Context, proposed: torch.Tensor | No
 def _without_bad_words(logits: torch.Tensor, context: Context, proposed: torch.Tensor) -> torch.Tensor:
     tail, heads, lasts = context.tail, context.heads, context.lasts
     assert tail is not None and heads is not None and lasts is not None
-    # The last L tokens before each row, (R, L), compared with each word's.
-    ends = torch.cat((tail, proposed)).unfold(0, tail.size(0), 1)
-    match = ((ends.unsqueeze(1) == heads) | (heads < 0)).all(2).float()
+    # The last L tokens before each row, (..., R, L), compared with each word's.
+    ends = torch.cat((tail, proposed), -1).unfold(-1, tail.size(-1), 1)
+    heads = heads.unsqueeze(-3)
+    match = ((ends.unsqueeze(-2) == heads) | (heads < 0)).all(-1).float()
     # A drafter may lack an id: that one goes to a column of its own, which is cut off.
-    size = logits.size(1)
-    hits = torch.zeros(match.size(0), size + 1, device=logits.device)
-    hits = hits.scatter_add(1, lasts.clamp(max=size).expand(match.size(0), -1), match)
-    return torch.where(hits[:, :size] > 0, float("-inf"), logits)
+    size = logits.size(-1)
+    hits = torch.zeros(*match.shape[:-1], size + 1, device=logits.device)
+    hits = hits.scatter_add(-1, lasts.clamp(max=size).unsqueeze(-2).expand(match.shape), match)
+    return torch.where(hits[..., :size] > 0, float("-inf"), logits)
 
 
 class LogitsProcessor:

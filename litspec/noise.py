@@ -16,11 +16,16 @@ def lowbias32(x: Any) -> Any:
     return x ^ (x >> 16)
 
 
-def position_keys(seed: int, positions: torch.Tensor) -> torch.Tensor:
+def seed_words(seed: int) -> tuple[int, int]:
+    """The lowest 64 bits of a seed as two numbers of 32 bits, the low one first."""
+    return seed & MASK, seed >> 32 & MASK
+
+
+def position_keys(seed: int | tuple[torch.Tensor, torch.Tensor], positions: torch.Tensor) -> torch.Tensor:
     """Two keys for each position.
 
     Args:
-        seed: Its lowest 64 bits count.
+        seed: Its lowest 64 bits count; or the `seed_words` of a seed for each position, each (R,) int64.
         positions: (R,) int64.
 
     Returns:
@@ -29,7 +34,7 @@ def position_keys(seed: int, positions: torch.Tensor) -> torch.Tensor:
     # The seed is scrambled before a position meets it: seeds 0 and 1 must not share their noise at neighbouring
     # positions. Two keys a position, since of one key of 32 bits two positions of a long text would have the same
     # noise, shifted by a few ids. The constants keep zeros apart, which the hash leaves zero.
-    low, high = seed & MASK, seed >> 32 & MASK
+    low, high = seed_words(seed) if isinstance(seed, int) else seed
     key = lowbias32(positions ^ lowbias32(lowbias32(low ^ 0x9E3779B9) ^ high))
     return torch.stack((key, lowbias32(lowbias32(key ^ 0x85EBCA6B) ^ low)), -1)
 
@@ -38,13 +43,13 @@ def gumbel_noise(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Standard Gumbel noise from counters.
 
     Args:
-        keys: (R, 2) int64, see `position_keys`.
-        ids: (R, K) or (1, K) int64, token ids.
+        keys: (..., R, 2) int64, see `position_keys`.
+        ids: (..., R, K) int64, token ids, or fewer dimensions where they are the same.
 
     Returns:
-        (R, K) float32; the same number for the same seed, position and id, wherever in a block it is asked for.
+        (..., R, K) float32; the same number for the same seed, position and id, wherever in a block it is asked for.
     """
-    bits = lowbias32(lowbias32(ids ^ keys[:, :1]) ^ keys[:, 1:])
+    bits = lowbias32(lowbias32(ids ^ keys[..., :1]) ^ keys[..., 1:])
     # In (0, 1): a float32 near 1 is coarse, and log1p(-v) wants v below 1.
     v = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     return -torch.log(-torch.log1p(-v))

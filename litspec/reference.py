@@ -22,8 +22,8 @@ def propose(draft: Model, text: list[int], k: int, sampler: Sampler) -> tuple[li
     q = []
     for _ in range(k):
         logits = draft(torch.tensor(text + proposal))[-1:]
-        before = torch.tensor(proposal, dtype=torch.int64)
-        token, distribution = sampler.draw(logits, sampler.inputs(logits.device, len(text + proposal), before=before))
+        inputs = sampler.inputs(logits.device, len(text + proposal)).after(torch.tensor(proposal, dtype=torch.int64))
+        token, distribution = sampler.draw(logits, inputs)
         proposal.append(int(token))
         q.append(distribution)
     return proposal, q

@@ -1,6 +1,7 @@
 """From logits to tokens: processed distributions, three samplers, and their rules of acceptance.
 
-Shapes: R rows of logits, V ids in the (padded) vocabulary, K candidates that are left of them, m proposals.
+Shapes: R rows of logits, V ids in the (padded) vocabulary, K candidates that are left of them, m proposals. What is
+said of one text holds for a batch of texts too: "..." stands for nothing, or for the number of texts, N.
 
 All of it stays on the device: nothing here reads a value to the host. Arithmetic is in float32 whatever the logits'
 type.
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from litspec.arguments import checked, hints_of
 from litspec.config import check_sampling
 from litspec.logits import Context, LogitsProcessor, adjusted
-from litspec.noise import gumbel_noise, position_keys, uniform_noise
+from litspec.noise import gumbel_noise, position_keys, seed_words, uniform_noise
 from litspec.types import SamplerName
 
 
@@ -60,52 +61,57 @@ class Distribution(NamedTuple):
     """R distributions over tokens.
 
     Attributes:
-        probs: (R, K) float32, each row sums to 1.
-        ids: (R, K) int64, the token of each column; None where column j is token j (K = V).
+        probs: (..., R, K) float32, each row sums to 1.
+        ids: (..., R, K) int64, the token of each column; None where column j is token j (K = V).
     """
 
     probs: torch.Tensor
     ids: torch.Tensor | None = None
 
     def of(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The probability of one token per row: (R,) -> (R,)."""
+        """The probability of one token per row: (..., R) -> (..., R)."""
         if self.ids is None:
-            return self.probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
-        return (self.probs * (self.ids == tokens.unsqueeze(1))).sum(1)
+            return self.probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        return (self.probs * (self.ids == tokens.unsqueeze(-1))).sum(-1)
 
     def row(self, index: torch.Tensor) -> Distribution:
-        """One row, chosen on the device: index (1,)."""
-        return Distribution(
-            self.probs.index_select(0, index), None if self.ids is None else self.ids.index_select(0, index)
-        )
+        """One row of each text, chosen on the device: index (...) -> (..., 1, K)."""
+        return Distribution(row_of(self.probs, index), None if self.ids is None else row_of(self.ids, index))
 
     def first(self, m: int) -> Distribution:
         """The first m rows."""
-        return Distribution(self.probs[:m], None if self.ids is None else self.ids[:m])
+        return Distribution(self.probs[..., :m, :], None if self.ids is None else self.ids[..., :m, :])
 
     def at(self, other: Distribution) -> torch.Tensor:
-        """These probabilities at the candidates of `other`, row by row: (R, K of other)."""
+        """These probabilities at the candidates of `other`, row by row: (..., R, K of other)."""
         if other.ids is None:
-            size = other.probs.size(1)
+            size = other.probs.size(-1)
             if self.ids is not None:
-                return torch.zeros_like(other.probs).scatter_add_(1, self.ids, self.probs)
-            return F.pad(self.probs, (0, size - self.probs.size(1)))
+                return torch.zeros_like(other.probs).scatter_add_(-1, self.ids, self.probs)
+            return F.pad(self.probs, (0, size - self.probs.size(-1)))
         if self.ids is not None:
-            return ((other.ids.unsqueeze(2) == self.ids.unsqueeze(1)) * self.probs.unsqueeze(1)).sum(2)
-        return F.pad(self.probs, (0, 1)).gather(1, other.ids.clamp(max=self.probs.size(1)))
+            return ((other.ids.unsqueeze(-1) == self.ids.unsqueeze(-2)) * self.probs.unsqueeze(-2)).sum(-1)
+        return F.pad(self.probs, (0, 1)).gather(-1, other.ids.clamp(max=self.probs.size(-1)))
+
+
+def row_of(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """One row of each text: (..., R, K) at (...) -> (..., 1, K)."""
+    if index.dim() == 0:
+        return rows.index_select(0, index.view(1))
+    return rows.gather(-2, index[..., None, None].expand(*index.shape, 1, rows.size(-1)))
 
 
 def concatenate(rows: Sequence[Distribution]) -> Distribution:
     """Puts the rows of several distributions, made with the same settings, one below the other."""
     ids = [row.ids for row in rows if row.ids is not None]
-    return Distribution(torch.cat([row.probs for row in rows]), torch.cat(ids) if ids else None)
+    return Distribution(torch.cat([row.probs for row in rows], -2), torch.cat(ids, -2) if ids else None)
 
 
 def processed(logits: torch.Tensor, sampling: Sampling) -> Distribution:
     """Softmax after top-k, temperature, top-p and min-p.
 
     Args:
-        logits: (R, V). An entry of -inf is a token of probability 0.
+        logits: (..., R, V). An entry of -inf is a token of probability 0.
         sampling: Not greedy.
 
     Returns:
@@ -123,9 +129,9 @@ def processed(logits: torch.Tensor, sampling: Sampling) -> Distribution:
         # Keep a token iff it and all less likely ones hold more than 1 - top_p; the most likely one is always kept.
         descending, order = (probs, None) if ids is not None else torch.sort(probs, dim=-1, descending=True)
         keep = descending.flip(-1).cumsum(-1).flip(-1) > 1 - sampling.top_p
-        keep[:, 0] = True
+        keep[..., 0] = True
         if order is not None:
-            keep = keep.scatter(1, order, keep)
+            keep = keep.scatter(-1, order, keep)
         probs = probs * keep
         probs = probs / probs.sum(-1, keepdim=True)
     if sampling.min_p > 0:
@@ -138,9 +144,9 @@ class Verified(NamedTuple):
     """The outcome of one verification, still on the device.
 
     Attributes:
-        tokens: (m + 1,) int64; the first `accepted + 1` are to be committed.
-        accepted: () int64, the length of the longest right prefix of the proposal.
-        finite: () bool, whether all logits and proposal probabilities were numbers.
+        tokens: (..., m + 1) int64; the first `accepted + 1` are to be committed.
+        accepted: (...) int64, the length of the longest right prefix of the proposal.
+        finite: (...) bool, whether all logits and proposal probabilities were numbers.
     """
 
     tokens: torch.Tensor
@@ -152,9 +158,9 @@ class Inputs(NamedTuple):
     """What a choice depends on beside logits and settings, as tensors: a compiled graph then serves every text.
 
     Attributes:
-        noise: The random numbers of each row, (R, n); n = 0 where nothing is drawn.
-        early: Whether each row is too early in its text for the banned ids, (R,) bool; None where none is banned.
-        context: What is known of the text before the first row; None where logits are taken as they are.
+        noise: The random numbers of each row, (..., R, n); n = 0 where nothing is drawn.
+        early: Whether each row is too early in its text for the banned ids, (..., R) bool; None where none is banned.
+        context: What is known of each text before its first row; None where logits are taken as they are.
     """
 
     noise: torch.Tensor
@@ -162,12 +168,33 @@ class Inputs(NamedTuple):
     context: Context | None = None
 
     def row(self, i: int, before: Sequence[torch.Tensor] = ()) -> Inputs:
-        """Those of the i-th row; `before` are the tokens that were drawn for the rows before it, (1,) each."""
-        return Inputs(
-            self.noise[i : i + 1],
-            None if self.early is None else self.early[i : i + 1],
-            None if self.context is None else self.context.row(i, before),
-        )
+        """Those of the i-th row of each text, one below the other.
+
+        Args:
+            i: Which row.
+            before: The tokens that were drawn for the rows before it, (number of texts,) each.
+        """
+        noise = self.noise[..., i : i + 1, :].flatten(0, -2)
+        early = None if self.early is None else self.early[..., i : i + 1].flatten()
+        if self.context is None:
+            return Inputs(noise, early)
+        context = self.context if self.context.batched else Context.stacked([self.context])
+        return Inputs(noise, early, context.after(torch.stack(tuple(before), -1)) if before else context)
+
+    def after(self, tokens: torch.Tensor) -> Inputs:
+        """The same behind some tokens more of each text, (..., m) int64, which are not committed."""
+        return self if self.context is None else self._replace(context=self.context.after(tokens))
+
+    @classmethod
+    def stacked(cls, inputs: Sequence[Inputs]) -> Inputs:
+        """Those of several texts whose samplers are of one kind, as those of a batch."""
+        contexts = [each.context for each in inputs if each.context is not None]
+        context = Context.stacked(contexts) if contexts else None
+        if len(inputs) == 1:
+            noise, early, _ = inputs[0]
+            return cls(noise.unsqueeze(0), None if early is None else early.unsqueeze(0), context)
+        early = [each.early for each in inputs if each.early is not None]
+        return cls(torch.stack([each.noise for each in inputs]), torch.stack(early) if early else None, context)
 
 
 # Positions whose random numbers are computed at once.
@@ -204,10 +231,10 @@ class Sampler:
         self.sampling = sampling
         self._banned = list(banned)
         self._banned_until = banned_until
-        self._seed = seed
+        self.seed = seed
         self._processor = processor
-        self._round: int | None = None
-        self._tables: dict[torch.device, tuple[int, torch.Tensor]] = {}  # first position, and its numbers and more
+        self.round: int | None = None
+        self.tables: dict[torch.device, tuple[int, torch.Tensor]] = {}  # first position, and its numbers and more
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -226,40 +253,47 @@ class Sampler:
     def start_round(self, position: int) -> None:
         """Says that what is drawn from now on belongs to the round whose first proposal stands at `position`."""
 
+    @staticmethod
+    def start_rounds(samplers: Sequence[Sampler], positions: Sequence[int], device: torch.device) -> None:
+        """`start_round` of many samplers, whose random numbers on `device` are computed together."""
+        for sampler, position in zip(samplers, positions):
+            sampler.start_round(position)
+        waiting = [s for s in samplers if isinstance(s, Rejection) and s.waits(device)]
+        if len(waiting) > 1:
+            words = torch.tensor([(*seed_words(s.seed or 0), s.round) for s in waiting], device=device)
+            numbers = uniform_noise(position_keys((words[:, 0], words[:, 1]), words[:, 2]), ROUND_ROWS * NUMBERS)
+            for sampler, own in zip(waiting, numbers.view(len(waiting), ROUND_ROWS, NUMBERS).unbind()):
+                sampler.tables[device] = sampler.round, own
+
     def columns(self, vocab_size: int) -> int:
         """K, the candidates that top-k leaves of so many ids."""
         return min(self.sampling.top_k or vocab_size, vocab_size)
 
     def set_seed(self, seed: int) -> None:
         """Goes on with the random numbers of another seed."""
-        self._seed = seed
-        self._tables.clear()
+        self.seed = seed
+        self.tables.clear()
 
-    def inputs(self, device: torch.device, position: int, rows: int = 1, before: torch.Tensor | None = None) -> Inputs:
+    def inputs(self, device: torch.device, position: int, rows: int = 1) -> Inputs:
         """What the choice of some tokens depends on, to be handed to `draw` or `verify`.
 
         Args:
             device: Where the logits are.
             position: Of the first token.
             rows: How many tokens are chosen.
-            before: (b,) int64, proposals that stand between the committed tokens and the first token.
         """
         early = None
         if self._banned:
             early = torch.arange(position, position + rows, device=device) < self._banned_until
-        context = None
-        if self._processor is not None:
-            context = self._processor.context(device)
-            if before is not None:
-                context = context.after(before)
+        context = None if self._processor is None else self._processor.context(device)
         return Inputs(self._noise(device, position, rows), early, context)
 
     def _noise(self, device: torch.device, position: int, rows: int) -> torch.Tensor:
         """The random numbers of `rows` positions, (rows, n)."""
-        found = self._tables.get(device)
+        found = self.tables.get(device)
         if found is None or not found[0] <= position <= position + rows <= found[0] + found[1].size(0):
             positions = torch.arange(position, position + max(rows, NOISE_CHUNK), device=device)
-            found = self._tables[device] = position, self._numbers(positions)
+            found = self.tables[device] = position, self._numbers(positions)
         first, table = found
         return table[position - first : position - first + rows]
 
@@ -268,15 +302,15 @@ class Sampler:
         return torch.empty(positions.size(0), 0, device=positions.device)
 
     def draw(self, logits: torch.Tensor, position: int | Inputs) -> tuple[torch.Tensor, Distribution | None]:
-        """One token from one row.
+        """One token from each row.
 
         Args:
-            logits: (1, V), of whatever model.
-            position: Where the token will stand, or the `inputs` of that place.
+            logits: (R, V), of whatever model; one row, or one of each text.
+            position: Where the token of a single row will stand, or the `inputs` of the rows.
 
         Returns:
-            The token, (1,) int64, and the distribution to report with it, the one it was drawn from; None where
-            `verify` of the same sampler asks for none.
+            The tokens, (R,) int64, and the distributions to report with them, those that they were drawn from; None
+            where `verify` of the same sampler asks for none.
         """
         raise NotImplementedError
 
@@ -290,9 +324,9 @@ class Sampler:
         """Accepts the longest right prefix of a proposal and adds one token of the target's own.
 
         Args:
-            logits: (m + 1, V), the target's; row i stands for the token at `position + i`.
-            position: Where the first proposal stands, or the `inputs` of all rows.
-            tokens: (m,) int64, the proposal; m = 0 is a plain step. It may end in -1: nothing was proposed there.
+            logits: (..., m + 1, V), the target's; row i stands for the token at `position + i`.
+            position: Where the first proposal of a single text stands, or the `inputs` of all rows.
+            tokens: (..., m) int64, the proposal; m = 0 is a plain step. It may end in -1: nothing was proposed there.
             q: m rows, the processed distributions that the proposal was drawn from; None where it was not drawn.
         """
         raise NotImplementedError
@@ -306,9 +340,9 @@ class Sampler:
         """Logits without the banned ids in the rows that are too early for them."""
         if inputs.early is None:
             return logits
-        ids = torch.arange(logits.size(1), device=logits.device)
+        ids = torch.arange(logits.size(-1), device=logits.device)
         hidden = functools.reduce(torch.logical_or, [ids == i for i in self._banned])
-        return torch.where(inputs.early.unsqueeze(1) & hidden, float("-inf"), logits)
+        return torch.where(inputs.early.unsqueeze(-1) & hidden, float("-inf"), logits)
 
     def adjust(self, logits: torch.Tensor, inputs: Inputs, proposed: torch.Tensor | None = None) -> torch.Tensor:
         """Logits after bias, bans and penalties; arguments as of `logits.adjusted`."""
@@ -317,23 +351,31 @@ class Sampler:
         return self.ban(logits, inputs)
 
     def _adjust_draft(self, logits: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-        """The same for one row of a drafter, which may lack all ids that are allowed: any will then be refused."""
-        logits = self.adjust(logits, inputs)
+        """The same for a row of each text, (R, V).
+
+        A drafter may lack all ids that are allowed. It then takes any, which will be refused.
+        """
         if inputs.context is None:
-            return logits
+            return self.ban(logits, inputs)
+        if inputs.context.batched:
+            logits = adjusted(logits.unsqueeze(-2), inputs.context).squeeze(-2)
+        else:
+            logits = adjusted(logits, inputs.context)
+        logits = self.ban(logits, inputs)
         return torch.where(logits.amax(-1, keepdim=True) == float("-inf"), 0.0, logits)
 
 
 def right_prefix(right: torch.Tensor) -> torch.Tensor:
-    """The number of True before the first False: (m,) -> ()."""
-    return right.cumprod(0).sum()
+    """The number of True before the first False: (..., m) -> (...)."""
+    return right.cumprod(-1).sum(-1)
 
 
 class Choosing(Sampler):
     """A sampler whose token follows from logits and position: a proposal is accepted iff it is the same."""
 
     def _choose(self, logits: torch.Tensor, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """The choice of each row of logits without banned ids, (R,), and numbers that are finite iff all logits are."""
+        """The choice of each row of logits without banned ids, (..., R), and for each row numbers, (..., R) or
+        (..., R, K), that are finite iff all its logits are."""
         raise NotImplementedError
 
     def draw(self, logits: torch.Tensor, position: int | Inputs) -> tuple[torch.Tensor, None]:
@@ -349,7 +391,8 @@ class Choosing(Sampler):
     ) -> Verified:
         inputs = self._at(logits, position)
         own, numbers = self._choose(self.adjust(logits, inputs, tokens), inputs)
-        return Verified(own, right_prefix(own[:-1] == tokens), numbers.isfinite().all())
+        finite = numbers.isfinite().flatten(own.dim() - 1).all(-1)
+        return Verified(own, right_prefix(own[..., :-1] == tokens), finite)
 
 
 class Greedy(Choosing):
@@ -380,30 +423,34 @@ class Rejection(Sampler):
     """
 
     def start_round(self, position: int) -> None:
-        self._round = position
+        self.round = position
+
+    def waits(self, device: torch.device) -> bool:
+        """Whether the random numbers of this round have yet to be computed."""
+        return self.seed is not None and self.tables.get(device, (None,))[0] != self.round
 
     def _noise(self, device: torch.device, position: int, rows: int) -> torch.Tensor:
-        if self._seed is None:
+        if self.seed is None:
             return torch.rand(rows, NUMBERS, device=device).clamp(max=1 - 2.0**-23)
-        begin = position if self._round is None else self._round
+        begin = position if self.round is None else self.round
         count = max(position - begin + rows, ROUND_ROWS)
-        found = self._tables.get(device)
+        found = self.tables.get(device)
         if found is None or found[0] != begin or found[1].size(0) < count:
-            keys = position_keys(self._seed, torch.tensor([begin], device=device))
-            found = self._tables[device] = begin, uniform_noise(keys, count * NUMBERS).view(count, NUMBERS)
+            keys = position_keys(self.seed, torch.tensor([begin], device=device))
+            found = self.tables[device] = begin, uniform_noise(keys, count * NUMBERS).view(count, NUMBERS)
         return found[1][position - begin : position - begin + rows]
 
     @staticmethod
     def _draw(weights: Distribution, uniform: torch.Tensor) -> torch.Tensor:
-        """One token from each row, which need not sum to 1, by inversion; `uniform` is (R,)."""
+        """One token from each row, which need not sum to 1, by inversion; `uniform` is (..., R)."""
         below = weights.probs.cumsum(-1)
-        column = (below <= uniform.unsqueeze(1) * below[:, -1:]).sum(-1)
-        return column if weights.ids is None else weights.ids.gather(1, column.unsqueeze(1)).squeeze(1)
+        column = (below <= uniform.unsqueeze(-1) * below[..., -1:]).sum(-1)
+        return column if weights.ids is None else weights.ids.gather(-1, column.unsqueeze(-1)).squeeze(-1)
 
     def draw(self, logits: torch.Tensor, position: int | Inputs) -> tuple[torch.Tensor, Distribution]:
         inputs = self._at(logits, position)
         distribution = processed(self._adjust_draft(logits, inputs), self.sampling)
-        return self._draw(distribution, inputs.noise[:, 0]), distribution
+        return self._draw(distribution, inputs.noise[..., 0]), distribution
 
     def verify(
         self,
@@ -412,54 +459,53 @@ class Rejection(Sampler):
         tokens: torch.Tensor,
         q: Distribution | None = None,
     ) -> Verified:
-        m = tokens.size(0)
+        m = tokens.size(-1)
         inputs = self._at(logits, position)
         p = processed(self.adjust(logits, inputs, tokens), self.sampling)
         noise = inputs.noise
-        finite = p.probs.isfinite().all()
+        finite = p.probs.isfinite().flatten(-2).all(-1)
         if m == 0:
-            return Verified(
-                self._draw(p, noise[:, 2]), torch.zeros((), dtype=torch.int64, device=tokens.device), finite
-            )
+            return Verified(self._draw(p, noise[..., 2]), torch.zeros_like(finite, dtype=torch.int64), finite)
 
         # Row i of p and q stands for proposal i, or for the token of the target's own in its place.
         proposed = tokens >= 0
         x = tokens.clamp_min(0)
-        p_x = p.first(m).of(x)
+        p_rows = p.first(m)
+        p_x = p_rows.of(x)
         q_x = torch.ones_like(p_x) if q is None else q.of(x)
         if q is not None:
-            finite = finite & q.probs.isfinite().all()
+            finite = finite & q.probs.isfinite().flatten(-2).all(-1)
 
         # Of the first i proposals, for i = 0, ..., m: how likely they may be kept as a whole, min(1, (before) * p / q).
         # Unrolled, in logarithms, that is a sum less the greatest sum so far.
         # A token that the target never chooses is refused, also where a drafter says that it never drew it.
-        sums = (p_x / q_x.clamp_min(torch.finfo(q_x.dtype).tiny)).log().cumsum(0)
-        kept = F.pad((sums - sums.clamp_min(0).cummax(0).values).exp() * proposed, (1, 0), value=1.0)
+        sums = (p_x / q_x.clamp_min(torch.finfo(q_x.dtype).tiny)).log().cumsum(-1)
+        kept = F.pad((sums - sums.clamp_min(0).cummax(-1).values).exp() * proposed, (1, 0), value=1.0)
         # What is left over for a token of the target's own in place of proposal i, if those before it are kept.
-        p_rows = p.first(m)
         if q is None:
-            ids = torch.arange(p_rows.probs.size(1), device=x.device) if p_rows.ids is None else p_rows.ids
-            q_rows = (ids == x.unsqueeze(1)).to(p_rows.probs.dtype)
+            ids = torch.arange(p_rows.probs.size(-1), device=x.device) if p_rows.ids is None else p_rows.ids
+            q_rows = (ids == x.unsqueeze(-1)).to(p_rows.probs.dtype)
         else:
             q_rows = q.at(p_rows)
-        residual = (kept[:m].unsqueeze(1) * p_rows.probs - q_rows).clamp_min(0)
-        left = residual.sum(1)
+        residual = (kept[..., :m].unsqueeze(-1) * p_rows.probs - q_rows).clamp_min(0)
+        left = residual.sum(-1)
         # Keeping exactly i of them, with more proposed behind, has this probability where no longer part was kept.
-        share = left[1:] / (left[1:] + 1 - kept[1:m])
+        share = left[..., 1:] / (left[..., 1:] + 1 - kept[..., 1:m])
         share = torch.where(share.isnan(), 1.0, share)
-        last = proposed & ~F.pad(proposed[1:], (0, 1))
-        share = torch.where(last, kept[1:], F.pad(share, (0, 1))) * proposed
+        last = proposed & ~F.pad(proposed[..., 1:], (0, 1))
+        share = torch.where(last, kept[..., 1:], F.pad(share, (0, 1))) * proposed
         places = torch.arange(m + 1, device=tokens.device)
-        accepted = ((noise[:m, 1] < share) * places[1:]).amax()
+        accepted = ((noise[..., :m, 1] < share) * places[1:]).amax(-1)
 
         # The row behind the accepted part: p itself where nothing was refused, or where p and q are equal up to
         # rounding and nothing is left over.
-        own = p.row(accepted.view(1))
-        refused = F.pad(residual * (left > 0).unsqueeze(1), (0, 0, 0, 1)).index_select(0, accepted.view(1))
-        use = (accepted < proposed.sum()) & (refused.sum() > 0)
-        own = Distribution(torch.where(use, refused, own.probs), own.ids)
-        token = self._draw(own, noise[:, 2].index_select(0, accepted.view(1)))
-        return Verified(torch.where(places < accepted, F.pad(tokens, (0, 1)), token), accepted, finite)
+        own = p.row(accepted)
+        refused = row_of(F.pad(residual * (left > 0).unsqueeze(-1), (0, 0, 0, 1)), accepted)
+        use = (accepted < proposed.sum(-1)) & (refused.flatten(-2).sum(-1) > 0)
+        own = Distribution(torch.where(use[..., None, None], refused, own.probs), own.ids)
+        token = self._draw(own, noise[..., 2].gather(-1, accepted.unsqueeze(-1)))
+        chosen = torch.where(places < accepted.unsqueeze(-1), F.pad(tokens, (0, 1)), token)
+        return Verified(chosen, accepted, finite)
 
 
 class Coupled(Choosing):
@@ -471,17 +517,17 @@ class Coupled(Choosing):
     """
 
     def _numbers(self, positions: torch.Tensor) -> torch.Tensor:
-        return position_keys(self._seed or 0, positions)
+        return position_keys(self.seed or 0, positions)
 
     def _choose(self, logits: torch.Tensor, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         p = processed(logits, self.sampling)
-        ids = torch.arange(p.probs.size(1), device=p.probs.device).unsqueeze(0) if p.ids is None else p.ids
+        ids = torch.arange(p.probs.size(-1), device=p.probs.device) if p.ids is None else p.ids
         scores = p.probs.log() + gumbel_noise(inputs.noise, ids)
         values, columns = scores.max(-1)
         if p.ids is not None:
             # The lowest id wins a tie, in whatever order top-k left the candidates. Asked this way round, NaN leaves an
             # id that exists: a drafter feeds it to its model before anybody looks at `finite`.
-            ties = torch.where(scores < values.unsqueeze(1), torch.iinfo(torch.int64).max, p.ids)
+            ties = torch.where(scores < values.unsqueeze(-1), torch.iinfo(torch.int64).max, p.ids)
             columns = ties.min(-1).values
         return columns, p.probs
 

@@ -339,7 +339,6 @@ def simulate(
     decoder = llm.with_drafter(simulated)
     completions = []
     for i, prompt in enumerate(prompts):
-        simulated.text = i
         completions.append(decoder.generate(prompt, index=i, speculative_k=k, **settings))
     assert [c.token_ids for c in completions] == [text.token_ids for text in texts]
     assert [c.finish_reason for c in completions] == [text.finish_reason for text in texts]

@@ -507,21 +507,17 @@ def test_lookup_then_model_passes_on_what_is_the_model_s_own(monkeypatch):
         def cost(self, k):
             return Cost(10 * k, k)
 
-        def reserve(self, *args):
-            self.calls.append(("reserve", *args))
-
     model = Watched()
     both = LookupThenModel(PromptLookup(7), model)
     assert (both.name, both.taps, both.max_k, both.notes) == ("lookup_then_model", (1,), 5, ["Watch it."])
     assert both.cost(3) == Cost(30, 3)
     placed = place()
-    both.reserve(9, placed.runner)
     session = both.start(TargetSession(placed, 20), 20, make_sampler(GREEDY, seed=0))
     hidden = torch.zeros(2, 32)
     session.prepare((4,))
     session.commit([1, 2], 0, hidden)
     session.close()
-    assert model.calls == [("reserve", 9, placed.runner), ("prepare", (4,)), ("commit", [1, 2], 0, hidden), ("close",)]
+    assert model.calls == [("prepare", (4,)), ("commit", [1, 2], 0, hidden), ("close",)]
 
 
 # --- drafters that break the protocol -----------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def test_each_row_of_a_block_is_processed_as_transformers_does_with_all_before_i
             alone = adjusted(logits[i : i + 1], processor.context(logits.device))
             assert torch.equal(alone[0], found[i])
             as_draft = drawn.row(i, [token.view(1) for token in proposed[:i]]).context
-            assert torch.equal(adjusted(logits[i : i + 1], as_draft)[0], found[i])
+            assert torch.equal(adjusted(logits[None, i : i + 1], as_draft)[0, 0], found[i])
             if i < len(proposed):
                 processor.commit([int(proposed[i])])
 
@@ -280,6 +280,28 @@ def test_refused_proposals_leave_no_trace() -> None:
         fresh.commit(tokens_of(blocks))
         for seen, expected in zip(processor.context(torch.device("cpu")), fresh.context(torch.device("cpu"))):
             assert torch.equal(seen, expected)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_a_text_does_not_feel_the_rules_of_others(sampling: str) -> None:
+    """Texts of one kind are chosen together, those of others beside them."""
+    given = [LogitsRules(**(RULES["logit_bias"] | RULES["bad_words"] | {"presence_penalty": p})) for p in (0.1, 0.9)]
+    given += [LogitsRules(**RULES["frequency_penalty"]), LogitsRules()]
+    placed = place(TARGET, DRAFT)
+    chosen = make_drafter("draft_model", placed)
+    engine = Engine(placed, chosen, slots=3, max_length=len(PROMPT) + 24)
+    texts: dict[int, list[int]] = {}
+    for rules in given:
+        sampler = make_sampler(SAMPLINGS[sampling], seed=SEED, processor=LogitsProcessor(rules, PROMPT, VOCAB))
+        request = Request(PROMPT, len(PROMPT) + 24, StopTokens(), sampler, choose_k(4, placed, chosen))
+        texts[engine.add(request)] = []
+    while len(engine):
+        for handle, block in engine.step().items():
+            assert isinstance(block, Block)
+            texts[handle] += block.tokens
+    alone = [tokens_of(complete("draft_model", SAMPLINGS[sampling], rules, new=24)[0]) for rules in given]
+    assert list(texts.values()) == alone
+    assert len({tuple(text) for text in alone}) == 4
 
 
 def test_rejection_believes_a_draft_that_is_the_target() -> None:

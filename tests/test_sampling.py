@@ -160,7 +160,7 @@ def test_probabilities_are_found_in_dense_and_sparse_distributions_alike() -> No
         a, b = make(3, own_vocab, own), make(3, other_vocab, other)
         columns = torch.arange(VOCAB).expand(3, -1) if b.ids is None else b.ids
         assert torch.equal(a.at(b), dense(a).gather(1, columns))
-        assert torch.equal(dense(a.row(torch.tensor([1]))), dense(a)[1:2])
+        assert torch.equal(dense(a.row(torch.tensor(1))), dense(a)[1:2])
         tokens = torch.tensor([0, 3, 5])
         assert torch.equal(a.of(tokens), dense(a)[torch.arange(3), tokens])
         assert torch.equal(dense(concatenate([a, a]), VOCAB), dense(a).repeat(2, 1))

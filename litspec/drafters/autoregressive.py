@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from litspec.drafters.base import Proposal
+from litspec.engine.rows import class_limit
 from litspec.engine.runner import Runner
+from litspec.engine.target import neighbours
 from litspec.model import GPT, KVCache
-from litspec.sampling import Distribution, Inputs, Sampler, concatenate
+from litspec.sampling import Choosing, Distribution, Inputs, Sampler, concatenate
+
+# Rows of each step where a text depends on the drafts' bits, as with the rejection sampler: the last tokens are run
+# again with the new one. Steps of one row would have other bits in a batch than alone; those of so many seldom have.
+EXACT_ROWS = 4
+# No forward over several texts has more rows.
+MOST_ROWS = 256
 
 
 def step_bytes(model: GPT, n_layer: int | None = None) -> int:
@@ -23,102 +32,187 @@ def step_bytes(model: GPT, n_layer: int | None = None) -> int:
     return sum(p.numel() for m in modules for p in m.parameters()) * model.transformer.wte.weight.element_size()
 
 
+def exact_rows(sampler: Sampler) -> int | None:
+    """Rows that each draft step of a text must have, so that the text is the same in every batch; None: any."""
+    return None if isinstance(sampler, Choosing) else EXACT_ROWS
+
+
+@dataclass
+class Asked:
+    """Drafts that a text wants.
+
+    Attributes:
+        number: Its slot.
+        rows: The last committed tokens, to be run first.
+        input_pos: Position of the first of them.
+        sampler: The text's.
+        pieces: Numbers of drafts for which steps were built, see `ModelDrafts.prepare`.
+    """
+
+    number: int
+    rows: list[int]
+    input_pos: int
+    sampler: Sampler
+    pieces: Sequence[int]
+
+
 class ModelDrafts:
-    """Drafts of one text by a model, each token drawn from the logits that followed the one before.
+    """Drafts by a model, each token drawn from the logits that followed the one before.
 
     Args:
-        runner: Runs the steps.
         model: Whose steps they are ...
-        sampler: The text's.
         n_layer: ... of its first layers; None: of all.
-        allowed: Makes the logits of one row, (1, V), those of the ids that may be proposed, (1, v).
+        allowed: Makes logits (N, V) those of the ids that may be proposed, (N, v).
         name: Of all that `allowed` depends on.
     """
 
     def __init__(
         self,
-        runner: Runner,
         model: GPT,
-        sampler: Sampler,
         *,
         n_layer: int | None = None,
         allowed: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
         name: Hashable = None,
     ) -> None:
-        self._runner = runner
         self._model = model
-        self._sampler = sampler
         self._n_layer = n_layer
         self._allowed = allowed
         self._layers = len(model.transformer.h[:n_layer])
-        self._pieces: tuple[int, ...] = (4, 2, 1)
-        self._name = ("draft", model, n_layer, name, sampler.kind)
+        self._name = ("draft", model, n_layer, name)
+        self._most_rows: int | None = None
 
-    def propose(self, rows: torch.Tensor, input_pos: int, k: int, cache: KVCache) -> Proposal:
-        """Drafts k tokens; nothing is read to the host.
+    def propose(self, asked: Sequence[Asked], k: Sequence[int], runner: Runner, cache: KVCache) -> list[Proposal]:
+        """Drafts for some texts; nothing is read to the host.
 
         Args:
-            rows: The last committed tokens, (r,), to be run first.
-            input_pos: Position of the first of them.
-            k: At least 1.
-            cache: The model's.
+            asked: The texts, in the order of their slots.
+            k: How many tokens each wants, at least 1.
+            runner: Runs the steps.
+            cache: The model's, for all slots.
         """
-        found: list[Proposal] = []
-        for n in self._runner.split(k, self._pieces):
-            before = torch.cat([proposal.tokens for proposal in found]) if found else None
-            found.append(self._run(rows, input_pos, n, cache, cache.bucket(input_pos + rows.size(0) + n - 1), before))
-            input_pos += n
-            rows = torch.cat((rows, found[-1].tokens))[-rows.size(0) :]
-        tokens, q = found[0] if len(found) == 1 else _joined(found)
-        # The last piece may have been larger than what was left to draft.
-        return Proposal(tokens[:k], None if q is None else q.first(k))
+        found: dict[int, Proposal] = {}
+        together: dict[Hashable, list[int]] = {}
+        for i, each in enumerate(asked):
+            # A text that has fewer tokens than its steps should have rows is drafted by itself.
+            exact = exact_rows(each.sampler)
+            alone = i if exact is not None and len(each.rows) < exact else None
+            together.setdefault((each.sampler.kind, len(each.rows), tuple(each.pieces), alone), []).append(i)
+        for own in together.values():
+            first = asked[own[0]]
+            most = 1
+            if len(own) > 1:
+                most = self._most_texts(len(first.rows), cache) if exact_rows(first.sampler) else len(cache.k[0])
+            for members in neighbours([asked[i].number for i in own], most):
+                chosen = [i for i in own if asked[i].number in members]
+                if runner.compiles:
+                    members = range(len(cache.k[0]))
+                most_k = max(k[i] for i in chosen)
+                tokens, q = self._together([asked[i] for i in chosen], most_k, runner, cache, members)
+                for i in chosen:
+                    at = asked[i].number - members.start
+                    mine = None if q is None else Distribution(q.probs[at], None if q.ids is None else q.ids[at])
+                    found[i] = Proposal(tokens[at, : k[i]], None if mine is None else mine.first(k[i]))
+        return [found[i] for i in range(len(asked))]
 
-    def prepare(self, n_rows: int, cache: KVCache, sizes: Sequence[int], max_length: int) -> bool:
-        """Builds what proposals in a text of `max_length` will need; tells whether anything was built.
+    def prepare(
+        self, sampler: Sampler, n_rows: int, runner: Runner, cache: KVCache, sizes: Sequence[int], max_length: int
+    ) -> tuple[tuple[int, ...], bool]:
+        """Builds what proposals in a text of `max_length` will need.
 
-        That writes to the last places of the cache, where a prompt may have stood.
+        Returns:
+            The pieces that proposals will be drafted in, and whether anything was built. That wrote to the last places
+            of the cache, where a prompt may have stood.
         """
-        before = len(self._runner)
-        rows = torch.zeros(n_rows, dtype=torch.int64, device=cache.slots.device)
-        self._pieces = self._runner.pieces(sizes, self._layers)
-        for n in self._pieces:
-            for kv_length in cache.buckets(max_length + max(self._pieces)):
-                if self._key(n_rows, n, cache, kv_length) not in self._runner:
-                    self._run(rows, cache.size - n_rows - n, n, cache, kv_length)
-        return len(self._runner) > before
+        before = len(runner)
+        pieces = runner.pieces(sizes, self._layers)
+        count = len(cache.k[0])
+        for n in pieces:
+            for kv_length in cache.buckets(max_length + max(pieces)):
+                if self._key(sampler, n_rows, n, cache, kv_length) not in runner:
+                    rows = torch.zeros(count, n_rows, dtype=torch.int64, device=cache.slots.device)
+                    places = [cache.size - n_rows - n] * count
+                    inputs = Inputs.stacked([sampler.inputs(rows.device, 0, n)] * count)
+                    self._run(sampler, rows, places, inputs, n, runner, cache, kv_length)
+        return pieces, len(runner) > before
 
-    def _key(self, n_rows: int, n: int, cache: KVCache, kv_length: int) -> Hashable:
-        return self._name, n_rows, n, cache.shape, kv_length
+    def _most_texts(self, rows: int, cache: KVCache) -> int:
+        """Texts whose drafts keep their bits in one forward of so many rows each."""
+        if self._most_rows is None:
+            count = len(cache.k[0]) * rows
+            self._most_rows = class_limit(self._model, (rows,), min(count, MOST_ROWS))
+        return max(1, self._most_rows // rows)
+
+    def _together(
+        self, asked: Sequence[Asked], k: int, runner: Runner, cache: KVCache, members: range
+    ) -> tuple[torch.Tensor, Distribution | None]:
+        """Drafts k tokens for neighbouring slots: (count, k), and what they were drawn from."""
+        buffers = cache.sequences(members.start, members.stop)
+        device, sampler, r = cache.slots.device, asked[0].sampler, len(asked[0].rows)
+        count = len(members)
+        sizes = runner.split(k, asked[0].pieces)
+        # An idle slot runs along in the last places of its buffer, where no text ever stands.
+        first = [[0] * r for _ in members]
+        places = [cache.size - r - sum(sizes)] * count
+        for each in asked:
+            first[each.number - members.start], places[each.number - members.start] = each.rows, each.input_pos
+        rows = torch.tensor(first, device=device)
+        longest = max(each.input_pos for each in asked)
+        found: list[tuple[torch.Tensor, Distribution | None]] = []
+        done = 0
+        for n in sizes:
+            own = {each.number: each.sampler.inputs(device, each.input_pos + r + done, n) for each in asked}
+            inputs = Inputs.stacked([own.get(number, own[asked[0].number]) for number in members])
+            if found:
+                inputs = inputs.after(torch.cat([tokens for tokens, _ in found], 1))
+            at = [place + done for place in places]
+            kv_length = buffers.bucket(longest + done + r + n - 1)
+            found.append(self._run(sampler, rows, at, inputs, n, runner, buffers, kv_length))
+            rows = torch.cat((rows, found[-1][0]), 1)[:, -r:]
+            done += n
+        if len(found) == 1:
+            return found[0]
+        q = [each for _, each in found if each is not None]
+        return torch.cat([tokens for tokens, _ in found], 1), concatenate(q) if q else None
+
+    def _key(self, sampler: Sampler, n_rows: int, n: int, cache: KVCache, kv_length: int) -> Hashable:
+        return self._name, sampler.kind, n_rows, n, cache.shape, kv_length
 
     def _run(
         self,
+        sampler: Sampler,
         rows: torch.Tensor,
-        input_pos: int,
+        places: Sequence[int],
+        inputs: Inputs,
         n: int,
+        runner: Runner,
         cache: KVCache,
         kv_length: int,
-        before: torch.Tensor | None = None,
-    ) -> Proposal:
-        model, sampler, n_layer, allowed = self._model, self._sampler, self._n_layer, self._allowed
+    ) -> tuple[torch.Tensor, Distribution | None]:
+        """n drafts of each text behind `rows` (count, r), the first of which stand at `places`."""
+        model, n_layer, allowed = self._model, self._n_layer, self._allowed
+        r, again = rows.size(1), exact_rows(sampler) is not None
 
-        def draft(cache: KVCache, rows: torch.Tensor, places: torch.Tensor, inputs: Inputs) -> Proposal:
-            idx, place, behind = rows.view(1, -1), places[:1], rows.size(0)
+        def draft(
+            cache: KVCache, rows: torch.Tensor, input_pos: torch.Tensor, inputs: Inputs
+        ) -> tuple[torch.Tensor, Distribution | None]:
             drawn: list[tuple[torch.Tensor, Distribution | None]] = []
+            idx, place = rows, input_pos[:, 0]
             for i in range(n):
                 logits = model.verify(idx, place, cache, kv_length=kv_length, n_layer=n_layer, last=1)
-                drawn.append(sampler.draw(allowed(logits[0]), inputs.row(i, [token for token, _ in drawn])))
-                idx, place = drawn[-1][0].view(1, 1), places[behind + i : behind + i + 1]
-            q = [each for _, each in drawn if each is not None]
-            return Proposal(torch.cat([token for token, _ in drawn]), concatenate(q) if q else None)
+                drawn.append(sampler.draw(allowed(logits[:, 0]), inputs.row(i, [token for token, _ in drawn])))
+                token = drawn[-1][0].unsqueeze(1)
+                idx, place = (torch.cat((idx[:, 1:], token), 1) if again else token), input_pos[:, i + 1]
+            q = [Distribution(*(None if x is None else x.unsqueeze(1) for x in each)) for _, each in drawn if each]
+            return torch.stack([token for token, _ in drawn], 1), concatenate(q) if q else None
 
-        first = input_pos + rows.size(0)
-        inputs = sampler.inputs(rows.device, first, n, before)
-        # Positions are on the device already.
-        places = cache.slots[input_pos : first + n]
-        key = self._key(rows.size(0), n, cache, kv_length) if self._runner.compiles else None
-        return self._runner.run(key, draft, cache, rows, places, inputs)
-
-
-def _joined(found: Sequence[Proposal]) -> Proposal:
-    q = [proposal.q for proposal in found if proposal.q is not None]
-    return Proposal(torch.cat([proposal.tokens for proposal in found]), concatenate(q) if q else None)
+        # Where each step's first row stands: one further each time, and behind the first rows at once for single ones.
+        step = 0 if again else r - 1
+        if len(places) == 1:  # numbers that are on the device already
+            after = cache.slots[places[0] + step + 1 : places[0] + step + n + 1]
+            input_pos = torch.cat((cache.slots[places[0] : places[0] + 1], after)).unsqueeze(0)
+        else:
+            input_pos = torch.tensor(
+                [[place, *range(place + step + 1, place + step + n + 1)] for place in places], device=rows.device
+            )
+        key = self._key(sampler, r, n, cache, kv_length) if runner.compiles else None
+        return runner.run(key, draft, cache, rows, input_pos, inputs)

@@ -18,7 +18,6 @@ import torch
 from litspec.sampling import Distribution, Sampler
 
 if TYPE_CHECKING:
-    from litspec.engine.runner import Runner
     from litspec.engine.target import TargetSession
 
 
@@ -109,9 +108,20 @@ class Drafter(ABC):
             sampler: How the text is sampled; its `draw` gives a token and the distribution to report.
         """
 
+    def propose_batch(
+        self, sessions: Sequence[DraftSession], tokens: Sequence[int], input_pos: Sequence[int], k: Sequence[int]
+    ) -> Sequence[Proposal]:
+        """The proposals for several texts, for which the arguments are those of `DraftSession.propose`.
+
+        By default each session proposes by itself. A drafter that can run its model for all of them at once does so
+        here; what it proposes for a text must be what `propose` would.
+        """
+        return [session.propose(*asked) for session, *asked in zip(sessions, tokens, input_pos, k, strict=True)]
+
     def cost(self, k: int) -> Cost:
         """What a proposal of k tokens costs; by default next to nothing."""
         return Cost(0, 0)
 
-    def reserve(self, max_length: int, runner: Runner) -> None:
-        """Makes room for texts of up to `max_length` tokens, whose steps `runner` will run."""
+    def memory(self, max_length: int) -> int:
+        """Bytes that a session keeps for a text of so many tokens; by default next to nothing."""
+        return 0

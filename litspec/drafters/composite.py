@@ -12,7 +12,6 @@ from litspec.drafters.prompt_lookup import PromptLookup, PromptLookupSession
 from litspec.sampling import Sampler
 
 if TYPE_CHECKING:
-    from litspec.engine.runner import Runner
     from litspec.engine.target import TargetSession
 
 
@@ -38,8 +37,25 @@ class LookupThenModel(Drafter):
     def cost(self, k: int) -> Cost:
         return self._model.cost(k)
 
-    def reserve(self, max_length: int, runner: Runner) -> None:
-        self._model.reserve(max_length, runner)
+    def memory(self, max_length: int) -> int:
+        return self._model.memory(max_length)
+
+    def propose_batch(
+        self, sessions: Sequence[DraftSession], tokens: Sequence[int], input_pos: Sequence[int], k: Sequence[int]
+    ) -> list[Proposal]:
+        own = [session for session in sessions if isinstance(session, LookupThenModelSession)]
+        found = [session.lookup.propose(*asked) for session, *asked in zip(own, tokens, input_pos, k)]
+        rest = [i for i, proposal in enumerate(found) if not proposal.tokens.size(0)]
+        if rest:
+            drafted = self._model.propose_batch(
+                [own[i].model for i in rest],
+                [tokens[i] for i in rest],
+                [input_pos[i] for i in rest],
+                [k[i] for i in rest],
+            )
+            for i, proposal in zip(rest, drafted):
+                found[i] = proposal
+        return found
 
     def start(self, target: TargetSession, max_length: int, sampler: Sampler) -> LookupThenModelSession:
         return LookupThenModelSession(
@@ -51,19 +67,19 @@ class LookupThenModelSession(DraftSession):
     """One text."""
 
     def __init__(self, lookup: PromptLookupSession, model: DraftSession) -> None:
-        self._lookup = lookup
-        self._model = model
+        self.lookup = lookup
+        self.model = model
 
     def commit(self, tokens: Sequence[int], input_pos: int, hidden: torch.Tensor | None = None) -> None:
-        self._lookup.commit(tokens, input_pos)
-        self._model.commit(tokens, input_pos, hidden)
+        self.lookup.commit(tokens, input_pos)
+        self.model.commit(tokens, input_pos, hidden)
 
     def propose(self, token: int, input_pos: int, k: int) -> Proposal:
-        found = self._lookup.propose(token, input_pos, k)
-        return found if found.tokens.size(0) else self._model.propose(token, input_pos, k)
+        found = self.lookup.propose(token, input_pos, k)
+        return found if found.tokens.size(0) else self.model.propose(token, input_pos, k)
 
     def prepare(self, sizes: Sequence[int]) -> None:
-        self._model.prepare(sizes)
+        self.model.prepare(sizes)
 
     def close(self) -> None:
-        self._model.close()
+        self.model.close()

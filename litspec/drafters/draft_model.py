@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import threading
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from litspec.drafters.autoregressive import ModelDrafts, step_bytes
+from litspec.drafters.autoregressive import Asked, ModelDrafts, exact_rows, step_bytes
 from litspec.drafters.base import Cost, Drafter, DraftSession, Proposal
-from litspec.engine.runner import Runner
 from litspec.model import GPT, KVCache
+from litspec.model.kv_cache import kv_bucket
 from litspec.sampling import Sampler
 
 if TYPE_CHECKING:
@@ -21,6 +22,33 @@ if TYPE_CHECKING:
 
 # Rows that a prompt is read in; a text's drafts then do not depend on whether its prompt had been read before.
 PREFILL_CHUNK = 512
+
+
+@dataclass
+class Pool:
+    """The draft model's keys and values for all slots of an engine.
+
+    Attributes:
+        cache: Keys and values, (B, G, S, D) a layer.
+        prompts: By slot, the tokens at its beginning that were read as a prompt.
+    """
+
+    cache: KVCache
+    prompts: list[list[int]]
+
+    def slot(self, number: int) -> KVCache:
+        """Keys and values of one slot."""
+        return self.cache.sequences(number, number + 1)
+
+    def shared(self, number: int, prompt: list[int]) -> int:
+        """Tokens of a prompt that a slot holds already, cut into chunks in the same way."""
+        known = self.prompts[number]
+        if known == prompt:
+            return len(prompt)
+        end = min(len(known), len(prompt)) // PREFILL_CHUNK * PREFILL_CHUNK
+        while known[:end] != prompt[:end]:
+            end -= PREFILL_CHUNK
+        return end
 
 
 class DraftModel(Drafter):
@@ -58,9 +86,10 @@ class DraftModel(Drafter):
                 f"The draft model sees {model.config.block_size} tokens, the target {target_config.block_size}; beyond "
                 f"the first {model.config.block_size} tokens of a text nothing is drafted."
             )
-        # What made a cache, the cache, to be used again, and the prompt that stands in it.
-        self._idle: tuple[Runner, KVCache, list[int]] | None = None
-        self._lock = threading.Lock()
+        # A step may draft more than what was asked for, and idle slots run along behind all that counts.
+        self._width = 2 * (max_k + 1)
+        name = self.vocab_size, self.excluded
+        self.drafts = ModelDrafts(model, allowed=self.allowed, name=name)
 
     @property
     def name(self) -> str:
@@ -69,29 +98,45 @@ class DraftModel(Drafter):
     def cost(self, k: int) -> Cost:
         return Cost(k * self._step_bytes, k * self.model.config.n_layer)
 
+    def memory(self, max_length: int) -> int:
+        length = min(max_length, self.model.config.block_size) + self._width
+        sizes = [block.attn.cache_shape(1, kv_bucket(length)) for block in self.model.transformer.h]
+        return sum(2 * math.prod(size) for size in sizes) * self.model.transformer.wte.weight.element_size()
+
     def start(self, target: TargetSession, max_length: int, sampler: Sampler) -> DraftModelSession:
         return DraftModelSession(self, target, max_length, sampler)
 
-    def take(self, max_length: int, runner: Runner) -> tuple[KVCache, list[int]]:
-        """A cache that no other session holds, and the tokens at its beginning that were read as a prompt."""
-        with self._lock:
-            idle, self._idle = self._idle, None
-        if idle is not None and idle[0] is runner and idle[1].max_seq_length >= max_length:
-            return idle[1:]
-        del idle
-        # A step may draft more than what was asked for.
-        return runner.make_cache(self.model, max_length, width=self.max_k + 1), []
+    def propose_batch(
+        self, sessions: Sequence[DraftSession], tokens: Sequence[int], input_pos: Sequence[int], k: Sequence[int]
+    ) -> list[Proposal]:
+        own = [session for session in sessions if isinstance(session, DraftModelSession)]
+        nothing = Proposal(torch.empty(0, dtype=torch.int64, device=own[0].target.device))
+        found = [nothing] * len(own)
+        ready: list[tuple[int, Asked, int]] = []
+        for i, session in enumerate(own):
+            if (most := min(k[i], self.max_k, session.limit - input_pos[i])) > 0:
+                ready.append((i, session.ask(input_pos[i]), most))
+        if ready:
+            runner, pool = own[0].target.runner, own[0].pool
+            wanted = [most for _, _, most in ready]
+            proposals = self.drafts.propose([asked for _, asked, _ in ready], wanted, runner, pool.cache)
+            for (i, _, most), proposal in zip(ready, proposals):
+                own[i].drafted(input_pos[i], most)
+                found[i] = proposal
+        return found
 
-    def give_back(self, runner: Runner, cache: KVCache, prompt: list[int]) -> None:
-        """Keeps a cache for the next session."""
-        with self._lock:
-            self._idle = runner, cache, prompt
-
-    def reserve(self, max_length: int, runner: Runner) -> None:
-        self.give_back(runner, *self.take(min(max_length, self.model.config.block_size), runner))
+    def pool(self, target: TargetSession) -> Pool:
+        """Keys and values for all slots of the engine that a text runs in; made for the first of its texts."""
+        if self not in target.shared:
+            count = target.whole.shape[0]
+            length = min(target.max_length, self.model.config.block_size)
+            cache = target.runner.make_cache(self.model, length, width=self._width, batch_size=count)
+            target.shared[self] = Pool(cache, [[] for _ in range(count)])
+        pool: Pool = target.shared[self]
+        return pool
 
     def allowed(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits (1, V) of ids that may be proposed, (1, v)."""
+        """The logits (N, V) of ids that may be proposed, (N, v)."""
         if logits.size(1) > self.vocab_size:
             logits = logits[:, : self.vocab_size]
         if self.never is not None:
@@ -104,22 +149,30 @@ class DraftModelSession(DraftSession):
 
     Refused drafts are undone by doing nothing: what stands in the cache behind the committed tokens is masked until it
     is overwritten. Nothing runs before a proposal is asked for; what plain rounds added until then is read at once.
+
+    Attributes:
+        target: The text's target session.
+        limit: Positions that the draft model can hold of the text.
     """
 
     def __init__(self, drafter: DraftModel, target: TargetSession, max_length: int, sampler: Sampler) -> None:
         self._drafter = drafter
         self._model = drafter.model
         self._device = drafter.device
-        self._runner = target.runner
-        self._target_device = target.device
-        name = drafter.vocab_size, drafter.excluded
-        self._drafts = ModelDrafts(target.runner, drafter.model, sampler, allowed=drafter.allowed, name=name)
-        self._limit = min(max_length, drafter.model.config.block_size)
-        self._cache: KVCache | None = None
+        self.target = target
+        self._sampler = sampler
+        self.limit = min(max_length, drafter.model.config.block_size)
         self._tokens: list[int] = []  # the committed ones
         self._prompt_size = 0
-        self._filled = 0  # so many of their keys and values stand in the cache
+        self._read = False  # whether the prompt stands in the cache
+        self._filled = 0  # so many keys and values stand in the cache
         self._drafted = 0  # positions behind `_filled` that hold the last proposal's, should it be accepted
+        self._pieces: tuple[int, ...] = (4, 2, 1)
+
+    @property
+    def pool(self) -> Pool:
+        """The cache of all slots."""
+        return self._drafter.pool(self.target)
 
     def commit(self, tokens: Sequence[int], input_pos: int, hidden: torch.Tensor | None = None) -> None:
         """Notes tokens. The first call after a proposal tells its outcome: accepted ones, then one of the target's."""
@@ -134,45 +187,51 @@ class DraftModelSession(DraftSession):
 
     @torch.inference_mode()
     def propose(self, token: int, input_pos: int, k: int) -> Proposal:
-        k = min(k, self._drafter.max_k, self._limit - input_pos)
-        if k < 1:
-            return Proposal(torch.empty(0, dtype=torch.int64, device=self._target_device))
-        cache = self._fill_prompt()
-        # The first step takes the last two tokens: after a full acceptance the last proposal has not been run yet, and
-        # a step of two rows costs what one of one row costs. What was missed before that is read first.
-        first = min(self._filled, input_pos - 1)
-        if first < input_pos - 1:
-            missed = torch.tensor([self._tokens[first : input_pos - 1]], device=self._device)
-            self._model.prefill(missed, cache, start=first, chunk_size=PREFILL_CHUNK)
-        rows = torch.tensor(self._tokens[max(0, input_pos - 1) : input_pos + 1], device=self._device)
-        proposal = self._drafts.propose(rows, input_pos + 1 - rows.size(0), k, cache)
+        return self._drafter.propose_batch([self], [token], [input_pos], [k])[0]
+
+    @torch.inference_mode()
+    def ask(self, input_pos: int) -> Asked:
+        """What is to be run for drafts behind the token at `input_pos`; reads what has been missed before it."""
+        pool, number = self.pool, self.target.number
+        self._fill_prompt(pool)
+        # The first step takes the last two tokens at least: after a full acceptance the last proposal has not been run
+        # yet, and a step of two rows costs what one of one row costs. What was missed before that is read first.
+        begin = max(0, input_pos + 1 - self._first_rows)
+        missing = min(self._filled, input_pos - 1)
+        if missing < input_pos - 1:
+            missed = torch.tensor([self._tokens[missing : input_pos - 1]], device=self._device)
+            self._model.prefill(missed, pool.slot(number), start=missing, chunk_size=PREFILL_CHUNK)
+        return Asked(number, self._tokens[begin : input_pos + 1], begin, self._sampler, self._pieces)
+
+    def drafted(self, input_pos: int, k: int) -> None:
+        """Notes that k tokens were drafted behind the token at `input_pos`."""
         self._filled, self._drafted = input_pos + 1, k - 1
-        return proposal
 
     def prepare(self, sizes: Sequence[int]) -> None:
-        cache, known = self._drafter.take(self._limit, self._runner)
-        built = self._drafts.prepare(2, cache, sizes, self._limit)
-        self._drafter.give_back(self._runner, cache, [] if built else known)
+        target, pool = self.target, self.pool
+        self._pieces, built = self._drafter.drafts.prepare(
+            self._sampler, self._first_rows, target.runner, pool.cache, sizes, self.limit
+        )
+        if built:
+            pool.prompts = [[] for _ in pool.prompts]
 
-    def close(self) -> None:
-        """The text has ended; the next one may have the cache, and need not read the same prompt again."""
-        if self._cache is not None:
-            self._drafter.give_back(self._runner, self._cache, self._tokens[: self._prompt_size - 1])
-            self._cache = None
+    @property
+    def _first_rows(self) -> int:
+        return exact_rows(self._sampler) or 2
 
-    def _fill_prompt(self) -> KVCache:
+    def _fill_prompt(self, pool: Pool) -> None:
         """Reads the prompt but for its last token, by itself, so that its bits do not depend on what followed it."""
-        if self._cache is None:
-            self._cache, known = self._drafter.take(self._limit, self._runner)
-            prompt = self._tokens[: self._prompt_size - 1]
-            if known != prompt:
-                shared = 0
-                while shared < min(len(known), len(prompt)) and known[shared] == prompt[shared]:
-                    shared += 1
-                # Up to a border between chunks they were cut the same way.
-                start = shared // PREFILL_CHUNK * PREFILL_CHUNK
-                if start < len(prompt):
-                    rows = torch.tensor([prompt[start:]], device=self._device)
-                    self._model.prefill(rows, self._cache, start=start, chunk_size=PREFILL_CHUNK)
-            self._filled = len(prompt)
-        return self._cache
+        if self._read:
+            return
+        self._read = True
+        number, prompt = self.target.number, self._tokens[: self._prompt_size - 1]
+        best = max(range(len(pool.prompts)), key=lambda other: (pool.shared(other, prompt), other == number))
+        start = pool.shared(best, prompt)
+        pool.prompts[number] = []
+        if best != number:
+            pool.slot(number).copy_from(pool.slot(best), start)
+        if start < len(prompt):
+            rows = torch.tensor([prompt[start:]], device=self._device)
+            self._model.prefill(rows, pool.slot(number), start=start, chunk_size=PREFILL_CHUNK)
+        pool.prompts[number] = prompt
+        self._filled = len(prompt)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from litspec.drafters.autoregressive import ModelDrafts, step_bytes
+from litspec.drafters.autoregressive import Asked, ModelDrafts, exact_rows, step_bytes
 from litspec.drafters.base import Cost, Drafter, DraftSession, Proposal
 from litspec.errors import InputError
 from litspec.model import GPT
@@ -41,6 +41,7 @@ class EarlyExit(Drafter):
         self.exit_layer = exit_layer
         self.max_k = max_k
         self._step_bytes = step_bytes(model, exit_layer)
+        self.drafts = ModelDrafts(model, n_layer=exit_layer)
 
     @property
     def name(self) -> str:
@@ -52,6 +53,14 @@ class EarlyExit(Drafter):
     def start(self, target: TargetSession, max_length: int, sampler: Sampler) -> EarlyExitSession:
         return EarlyExitSession(self, target, sampler)
 
+    def propose_batch(
+        self, sessions: Sequence[DraftSession], tokens: Sequence[int], input_pos: Sequence[int], k: Sequence[int]
+    ) -> list[Proposal]:
+        own = [session for session in sessions if isinstance(session, EarlyExitSession)]
+        target = own[0].target
+        asked = [session.ask(place) for session, place in zip(own, input_pos)]
+        return self.drafts.propose(asked, [min(each, self.max_k) for each in k], target.runner, target.whole)
+
 
 class EarlyExitSession(DraftSession):
     """One text, see `drafters.DraftSession`.
@@ -61,18 +70,33 @@ class EarlyExitSession(DraftSession):
     """
 
     def __init__(self, drafter: EarlyExit, target: TargetSession, sampler: Sampler) -> None:
-        self._max_k = drafter.max_k
-        self._target = target
-        self._drafts = ModelDrafts(target.runner, target.model, sampler, n_layer=drafter.exit_layer)
+        self._drafter = drafter
+        self.target = target
+        self._sampler = sampler
+        self._tokens: list[int] = []
+        self._pieces: tuple[int, ...] = (4, 2, 1)
+
+    def commit(self, tokens: Sequence[int], input_pos: int, hidden: torch.Tensor | None = None) -> None:
+        self._tokens += tokens
 
     @torch.inference_mode()
     def propose(self, token: int, input_pos: int, k: int) -> Proposal:
-        k = min(k, self._max_k)
-        # One row, not W: a proposal need not have the target's bits.
-        first = torch.tensor([token], device=self._target.device)
-        return self._drafts.propose(first, input_pos, k, self._target.cache) if k > 0 else Proposal(first[:0])
+        return self._drafter.propose_batch([self], [token], [input_pos], [k])[0]
+
+    def ask(self, input_pos: int) -> Asked:
+        """What is to be run for drafts behind the token at `input_pos`."""
+        begin = max(0, input_pos + 1 - self._first_rows)
+        return Asked(self.target.number, self._tokens[begin : input_pos + 1], begin, self._sampler, self._pieces)
 
     def prepare(self, sizes: Sequence[int]) -> None:
-        target = self._target
-        if self._drafts.prepare(1, target.cache, sizes, target.max_length):
+        target = self.target
+        self._pieces, built = self._drafter.drafts.prepare(
+            self._sampler, self._first_rows, target.runner, target.whole, sizes, target.max_length
+        )
+        if built:
             target.forget()
+
+    @property
+    def _first_rows(self) -> int:
+        # One row, not W: a proposal need not have the target's bits.
+        return exact_rows(self._sampler) or 1

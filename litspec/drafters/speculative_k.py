@@ -8,7 +8,8 @@ plain decoding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -66,7 +67,15 @@ class RoundCosts:
     draft: tuple[float, ...]
     verify: tuple[float, ...]
 
-    @property
+    def towards(self, other: RoundCosts, share: float) -> RoundCosts:
+        """Costs between these and others: these for share 0, the others for 1."""
+
+        def between(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:
+            return tuple(x + share * (y - x) for x, y in zip(a, b, strict=True))
+
+        return RoundCosts(between(self.draft, other.draft), between(self.verify, other.verify))
+
+    @functools.cached_property
     def total(self) -> list[float]:
         return [draft + verify for draft, verify in zip(self.draft, self.verify)]
 
@@ -137,32 +146,41 @@ class AdaptiveK:
     gives one text.
 
     Args:
-        costs: Of rounds, by k.
+        costs: Of a round, by k.
         acceptance: The estimate to use and to go on with; of this text, or of all texts of a loaded pair.
+        batch: Of a text that runs with others: tells how many share a round and `acceptance` now, and what such a round
+            costs.
     """
 
     # While plain decoding pays best, one token is proposed again after so many plain rounds; each refusal doubles the
     # wait, up to a limit.
     WAIT, MOST_DOUBLINGS = 16, 5
 
-    def __init__(self, costs: RoundCosts, acceptance: Acceptance) -> None:
-        self._costs = costs.total
+    def __init__(
+        self, costs: RoundCosts, acceptance: Acceptance, batch: Callable[[], tuple[int, RoundCosts]] | None = None
+    ) -> None:
         self._acceptance = acceptance
-        most = len(self._costs) - 1
+        self._batch = batch or (lambda: (1, costs))
+        most = len(costs.total) - 1
         self.pieces = tuple(piece for piece in PIECES if piece <= most)
 
     def speeds(self) -> list[float]:
         """Tokens per unit of cost, for k = 0, 1, ..., most; as estimated."""
+        return self._speeds(self._batch()[1].total)
+
+    def _speeds(self, costs: Sequence[float]) -> list[float]:
         tokens = expected_tokens(self._acceptance.estimate())
-        return [n / cost for n, cost in zip(tokens, self._costs)]
+        return [n / cost for n, cost in zip(tokens, costs)]
 
     def choose(self) -> int:
-        speeds = self.speeds()
+        running, of_round = self._batch()
+        costs = of_round.total
+        speeds = self._speeds(costs)
         if (k := max(range(len(speeds)), key=speeds.__getitem__)) > 0:
             return k
         # Proposing pays at no acceptance where a round that accepts everything is too slow.
-        could_pay = any((1 + k) * self._costs[0] > self._costs[k] for k in range(1, len(speeds)))
-        wait = self.WAIT << min(self._acceptance.refusals, self.MOST_DOUBLINGS)
+        could_pay = any((1 + k) * costs[0] > costs[k] for k in range(1, len(costs)))
+        wait = (self.WAIT << min(self._acceptance.refusals, self.MOST_DOUBLINGS)) * running
         return int(could_pay and self._acceptance.plain_rounds >= wait)
 
     def observe(self, *, proposed: int, accepted: int) -> None:

@@ -14,7 +14,7 @@ from litspec.drafters.autoregressive import step_bytes
 from litspec.drafters.base import Proposal
 from litspec.drafters.speculative_k import FixedK, RoundCosts
 from litspec.engine.sequence import Text
-from litspec.engine.speculate import Slot, prefill, prepare, propose, verify
+from litspec.engine.speculate import Slot, prepare, propose, verify
 from litspec.engine.target import Placed, Slots
 from litspec.stopping import StopTokens
 
@@ -72,66 +72,79 @@ def modelled(placed: Placed, drafter: Drafter, most: int) -> RoundCosts:
 
 
 class Trial:
-    """A text that stands still, of which the parts of a round can be run again and again. Each part ends with a read.
+    """Texts that stand still, of which the parts of a round can be run again and again. Each part ends with a read.
 
     Args:
         slots: Of the target; they hold no other text.
         drafter: Who drafts; None for nobody.
         sampler: How tokens are chosen.
-        prompt: Token ids of the text so far, at least two.
+        prompt: Token ids of the texts so far, at least two.
         sizes: Numbers of proposals that will be drafted.
+        count: Texts, in the first slots.
     """
 
     def __init__(
-        self, slots: Slots, drafter: Drafter | None, sampler: Sampler, prompt: Sequence[int], sizes: Sequence[int]
+        self,
+        slots: Slots,
+        drafter: Drafter | None,
+        sampler: Sampler,
+        prompt: Sequence[int],
+        sizes: Sequence[int],
+        count: int = 1,
     ) -> None:
-        target = slots.sessions[0]
-        draft = drafter.start(target, slots.max_length, sampler) if drafter is not None else None
-        choose_k = FixedK(max(sizes, default=0))
-        choose_k.pieces = tuple(sizes)
-        text = Text(len(prompt) - 1, slots.max_length, StopTokens())
-        name, taps = ("", ()) if drafter is None else (drafter.name, tuple(drafter.taps))
         self._slots = slots
         self._prompt = list(prompt)
-        self._slot = Slot(text, target, draft, sampler, choose_k, name, taps)
+        self._texts: list[Slot] = []
         with torch.inference_mode():
-            prepare(self._slot, slots)
-            # A token of the target's own, not the prompt's last: the drafter has been told of it.
-            text.commit(prefill(self._slot, prompt[:-1]))
+            for target in slots.sessions[:count]:
+                draft = drafter.start(target, slots.max_length, sampler) if drafter is not None else None
+                choose_k = FixedK(max(sizes, default=0))
+                choose_k.pieces = tuple(sizes)
+                text = Text(len(prompt) - 1, slots.max_length, StopTokens())
+                slot = Slot(text, target, drafter, draft, sampler, choose_k)
+                prepare(slot, slots)
+                # A token of the target's own, not the prompt's last: the drafter has been told of it.
+                text.commit(slot.prefill(prompt[:-1], slots, None)[1] or [])
+                self._texts.append(slot)
 
     @torch.inference_mode()
     def verify(self, rows: int) -> None:
-        """Verifies a full proposal in so many rows."""
-        tokens = torch.tensor((self._prompt * rows)[: rows - 1], dtype=torch.int64, device=self._slot.target.device)
+        """Verifies a full proposal of each text in so many rows."""
+        device = self._slots.placed.device
+        tokens = torch.tensor((self._prompt * rows)[: rows - 1], dtype=torch.int64, device=device)
         self._slots.placed.runner.begin_round()
-        verify([self._slot], [Proposal(tokens)], self._slots)[0].tolist()
+        verify(self._texts, {slot.number: Proposal(tokens) for slot in self._texts}, self._slots).packed.tolist()
 
     @torch.inference_mode()
     def draft(self, k: int) -> None:
-        """Has k tokens proposed."""
+        """Has k tokens proposed for each text."""
         self._slots.placed.runner.begin_round()
-        self._slot.speculative_k = k
-        propose(self._slot).tokens.tolist()
+        for slot in self._texts:
+            slot.speculative_k = k
+        for proposal in propose(self._texts).values():
+            proposal.tokens.tolist()
 
     def close(self) -> None:
-        """Ends the text; its slot keeps nothing of it."""
-        if self._slot.draft is not None:
-            self._slot.draft.close()
-        self._slot.target.forget()
+        """Ends the texts; their slots keep nothing of them."""
+        for slot in self._texts:
+            if slot.draft is not None:
+                slot.draft.close()
+            slot.target.forget()
 
 
 # Turns in which each part is timed; the shortest time of each counts, since what disturbs makes it longer.
 TURNS = 5
 
 
-def timed(slots: Slots, drafter: Drafter, most: int, sampler: Sampler) -> RoundCosts:
-    """Costs measured in turns on a made-up text, in slots that hold no text.
+def timed(slots: Slots, drafter: Drafter, most: int, sampler: Sampler, count: int = 1) -> RoundCosts:
+    """Costs measured in turns on made-up texts, in slots that hold no text.
 
     Args:
         slots: Of the target.
         drafter: Who drafts.
         most: Largest k.
         sampler: How tokens are chosen.
+        count: Texts in a round.
     """
     target = slots.sessions[0]
     size = max(2, min(16, slots.max_length - most - 2))
@@ -140,9 +153,9 @@ def timed(slots: Slots, drafter: Drafter, most: int, sampler: Sampler) -> RoundC
     if len(widths) > 4:  # the others lie between
         widths = [widths[0], widths[1], widths[len(widths) // 2], widths[-1]]
     ks = sorted({1, most}) if drafter.cost(1).layers else []
-    trial = Trial(slots, drafter if ks else None, sampler, prompt, ks)
+    trial = Trial(slots, drafter if ks else None, sampler, prompt, ks, count)
     seconds: dict[tuple[str, int], float] = {}
-    for turn in range(TURNS + 1):
+    for turn in range((TURNS if count == 1 else TURNS // 2) + 1):
         for name, part, sizes in (("verify", trial.verify, widths), ("draft", trial.draft, ks)):
             for size in sizes:
                 began = time.perf_counter()

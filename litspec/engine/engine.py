@@ -11,8 +11,8 @@ import torch
 
 from litspec.engine.costs import timed
 from litspec.engine.sequence import Block, Text
-from litspec.engine.speculate import Slot, prefill, prepare, run_round
-from litspec.engine.target import Placed, Slots
+from litspec.engine.speculate import Slot, prepare, run_round
+from litspec.engine.target import PREFILL_CHUNK, Placed, Slots
 from litspec.errors import InputError
 from litspec.stopping import Stop
 
@@ -80,8 +80,13 @@ class Engine:
 
     @property
     def slots(self) -> int:
-        """Texts that run at the same time."""
+        """Texts that can run at the same time."""
         return len(self._cache.sessions)
+
+    @property
+    def running(self) -> int:
+        """Texts that have a slot."""
+        return len(self._running)
 
     def add(self, request: Request) -> int:
         """Takes a text, which waits until a slot is free; returns its handle.
@@ -105,7 +110,9 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> dict[int, Block | InputError]:
-        """Lets every text go on by a block: its first token where it has just got a slot, else those of a round.
+        """Lets every text go on by a block: its first token where its prompt has just been read, else those of a round.
+
+        While texts run, prompts of others are read in chunks, one or so in each step.
 
         Returns:
             By handle the block, or why the text cannot go on. A text that has ended, either way, has left its slot.
@@ -115,10 +122,15 @@ class Engine:
         self._failed.clear()
         texts = dict(sorted(self._running.items()))
         running = [slot for _, _, slot in texts.values() if slot.text.started]
+        # Texts that run wait for a chunk of other prompts, but not longer.
+        budget = PREFILL_CHUNK if running else None
         for handle, request, slot in texts.values():
-            if not slot.text.started:
+            if not slot.text.started and (budget is None or budget > 0):
                 try:
-                    results[handle] = slot.commit(prefill(slot, request.prompt))
+                    count, first = slot.prefill(request.prompt, self._cache, budget)
+                    budget = None if budget is None else budget - count
+                    if first is not None:
+                        results[handle] = slot.commit(first)
                 except InputError as error:
                     slot.error = error
         for slot, tokens, proposed in run_round(running, self._cache) if running else []:
@@ -145,7 +157,8 @@ class Engine:
             handle, request = self._waiting.popleft()
             free = [i for i in range(self.slots) if i not in self._running]
             # Where most of the prompt has been read already; of equals, the first.
-            number = max(free, key=lambda i: (self._cache.sessions[i].shares(request.prompt), -i))
+            prompt = list(request.prompt)
+            number = max(free, key=lambda i: (self._cache.sessions[i].holds(prompt), -i))
             try:
                 slot = self._open(request, number)
                 self._running[number] = handle, request, slot
@@ -155,15 +168,16 @@ class Engine:
                 if number in self._running:
                     self._end(*self._running[number][1:])
 
-    def time_rounds(self, drafter: Drafter, most: int, sampler: Sampler) -> RoundCosts:
+    def time_rounds(self, drafter: Drafter, most: int, sampler: Sampler, count: int = 1) -> RoundCosts:
         """Measures what rounds cost, while no text runs.
 
         Args:
             drafter: Who drafts.
             most: Largest k.
             sampler: How tokens are chosen.
+            count: Texts in a round, at most `slots`.
         """
-        return timed(self._cache, drafter, most, sampler)
+        return timed(self._cache, drafter, most, sampler, count)
 
     def _open(self, request: Request, number: int) -> Slot:
         """A text in a slot, of which nothing has been read."""
@@ -171,8 +185,7 @@ class Engine:
         target.stop_ids = self.stop_ids
         text = Text(len(request.prompt), request.max_length, request.stop)
         draft = None if drafter is None else drafter.start(target, request.max_length, request.sampler)
-        name, taps = ("", ()) if drafter is None else (drafter.name, tuple(drafter.taps))
-        return Slot(text, target, draft, request.sampler, request.choose_k, name, taps, number)
+        return Slot(text, target, drafter, draft, request.sampler, request.choose_k)
 
     def _end(self, request: Request, slot: Slot) -> None:
         del self._running[slot.number]

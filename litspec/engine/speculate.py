@@ -8,12 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from litspec.drafters.base import DraftSession, Proposal
+from litspec.drafters.base import Drafter, DraftSession, Proposal
 from litspec.engine.sequence import Block, Text
 from litspec.engine.target import Slots, TargetSession
 from litspec.errors import InputError
@@ -24,39 +24,38 @@ if TYPE_CHECKING:
     from litspec.model import KVCache
 
 
-@dataclass
+@dataclass(eq=False)
 class Slot:
     """A text in a slot.
 
     Attributes:
         text: Its budget and stops.
         target: Its hold on the target.
-        draft: Its draft session; None to decode plainly.
+        drafter: Who drafts; None to decode plainly.
+        draft: The text's session with the drafter.
         sampler: Chooses its tokens.
         choose_k: Chooses the k of each round.
-        name: Of the drafter, for sentences.
-        taps: Blocks of the target whose states the draft session wants to see.
-        number: Of the slot.
         speculative_k: The k of the next round.
-        draft_seconds: Host time spent proposing. On a GPU kernels run behind it, so only the sum with the next is sure.
-        verify_seconds: Host time spent verifying, reading and committing.
+        draft_seconds: Host time of the rounds' proposals, for all texts together. On a GPU kernels run behind it, so
+            only the sum with the next is sure.
+        verify_seconds: Host time of verifying, reading and committing.
         error: Why the text cannot go on: its drafter broke the protocol, or numbers are not finite.
         stops: (s,), tokens that end the text; None for none.
     """
 
     text: Text
     target: TargetSession
+    drafter: Drafter | None
     draft: DraftSession | None
     sampler: Sampler
     choose_k: SpeculativeK
-    name: str = ""
-    taps: tuple[int, ...] = ()
-    number: int = 0
     speculative_k: int = 0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     error: InputError | None = None
     stops: torch.Tensor | None = field(init=False, default=None)
+    _begun: bool = field(init=False, default=False)
+    _last_state: torch.Tensor | None = field(init=False, default=None)  # (1, len(taps) * C), of what has been read
 
     def __post_init__(self) -> None:
         if self.target.stop_ids:
@@ -66,6 +65,70 @@ class Slot:
         """Takes what a round brought, see `Text.commit`."""
         self.sampler.commit(tokens)
         return self.text.commit(tokens, proposed)
+
+    @property
+    def number(self) -> int:
+        """Which slot it is."""
+        return self.target.number
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Blocks of the target whose states the draft session wants to see."""
+        return () if self.drafter is None else tuple(self.drafter.taps)
+
+    @property
+    def next_k(self) -> int:
+        """The most proposals that the next round can use."""
+        # It ends with a token of the target's own.
+        return min(self.speculative_k, self.text.most_proposals, self.target.verify_width - 1)
+
+    @property
+    def kind(self) -> Hashable:
+        """Equal for texts whose tokens can be chosen together."""
+        return self.sampler.kind, self.target.stop_ids
+
+    def prefill(self, prompt: Sequence[int], cache: Slots, most: int | None) -> tuple[int, list[int] | None]:
+        """Reads the prompt, or a part of it.
+
+        Args:
+            prompt: The whole prompt.
+            cache: All slots.
+            most: So many tokens are read before it stops behind a chunk; None: all are.
+
+        Returns:
+            How many tokens were read, and the first token of the text where the prompt has been read to its end.
+        """
+        target = self.target
+        if not self._begun:
+            cache.begin(self.number, prompt, self.taps)
+            self._begun = True
+        before = target.unread
+        while target.unread and (most is None or before - target.unread < most):
+            begin = len(prompt) - target.unread
+            hidden = target.read()
+            end = len(prompt) - target.unread
+            if hidden is not None and self.draft is not None:
+                # Row j of what a drafter sees is the state that predicted token j, the one before it.
+                first = torch.zeros_like(hidden[:1]) if self._last_state is None else self._last_state
+                self.draft.commit(list(prompt[begin:end]), begin, torch.cat((first, hidden[:-1])))
+                self._last_state = hidden[-1:].clone()
+        read = before - target.unread
+        return read, None if target.unread else self._first_token(prompt)
+
+    def _first_token(self, prompt: Sequence[int]) -> list[int]:
+        target, position = self.target, len(prompt)
+        none = torch.empty(1, 0, dtype=torch.int64, device=target.device)
+        inputs = Inputs.stacked([self.sampler.inputs(target.device, position)])
+        packed = outcome(self.sampler, target.logits.unsqueeze(0), inputs, none, None, None, target.verify_width)
+        found = _read([self], packed, lambda _: [self.choose_k.choose()])
+        if self.error is not None:
+            raise self.error
+        tokens, _ = found[self.number]
+        if self.draft is not None:
+            if not self.taps:
+                self.draft.commit(list(prompt), 0, None)
+            self.draft.commit(list(tokens), position, self._last_state)
+        return tokens
 
 
 # Numbers of an outcome before its tokens.
@@ -81,50 +144,32 @@ def outcome(
     stops: torch.Tensor | None,
     width: int,
 ) -> torch.Tensor:
-    """Chooses the tokens of one text and packs all that the host must know: (4 + W,) int64.
+    """Chooses the tokens of N texts and packs all that the host must know: (N, 4 + W) int64.
 
-    These are the number accepted, whether all numbers were finite, the number proposed, whether all ids exist, and W
-    tokens to choose from.
+    For each text these are the number accepted, whether all numbers were finite, the number proposed, whether all ids
+    exist, and W tokens to choose from.
 
     Args:
-        sampler: Chooses.
-        logits: (rows, V), the target's.
-        inputs: The sampler's.
-        tokens: (rows - 1,), the proposal, at the end perhaps -1: nothing was proposed there.
+        sampler: Chooses; of any of the texts, which differ in their `inputs` alone.
+        logits: (N, rows, V), the target's.
+        inputs: The samplers'.
+        tokens: (N, rows - 1), the proposals, at the end perhaps -1: nothing was proposed there.
         q: What they were drawn from.
-        stops: (s,), tokens that end the text; None for none.
+        stops: (s,), tokens that end the texts; None for none.
         width: W. The outcome has one size, so that ranks whose drafters differ still understand each other.
     """
-    verified = sampler.verify(logits, inputs, tokens.clamp(max=logits.size(1) - 1), q)
+    vocab_size = logits.size(-1)
+    verified = sampler.verify(logits, inputs, tokens.clamp(max=vocab_size - 1), q)
     accepted = verified.accepted
-    if tokens.size(0) and stops is not None:
+    if tokens.size(-1) and stops is not None:
         # What was proposed behind a stop is no part of the text and should not count as accepted.
-        accepted = accepted.minimum(right_prefix(~(tokens.unsqueeze(1) == stops).any(1)) + 1)
+        accepted = accepted.minimum(right_prefix(~(tokens.unsqueeze(-1) == stops).any(-1)) + 1)
     given = tokens >= 0
+    count = given.sum(-1)
     # Of negative numbers only -1 stands for nothing, and behind it nothing else may come.
-    ids_exist = ((tokens < logits.size(1)) & (tokens >= -1)).all() & (right_prefix(given) == given.sum())
-    head = torch.stack((accepted, verified.finite.long(), given.sum(), ids_exist.long()))
-    return torch.cat((head, F.pad(verified.tokens, (0, width - verified.tokens.size(0)))))
-
-
-def prefill(slot: Slot, prompt: Sequence[int]) -> list[int]:
-    """Reads the prompt of a text into its slot and returns the first token."""
-    target = slot.target
-    logits, hidden = target.prefill(prompt, slot.taps)
-    position = len(prompt)
-    none = torch.empty(0, dtype=torch.int64, device=target.device)
-    inputs = slot.sampler.inputs(target.device, position)
-    packed = outcome(slot.sampler, logits, inputs, none, None, None, target.verify_width)
-    found = _read([slot], packed, lambda _: [slot.choose_k.choose()])
-    if slot.error is not None:
-        raise slot.error
-    tokens, _ = found[slot.number]
-    if slot.draft is not None:
-        # Row j of what a drafter sees is the state that predicted token j, the one before it.
-        states = None if hidden is None else F.pad(hidden, (0, 0, 1, 0))
-        slot.draft.commit(list(prompt), 0, None if states is None else states[:-1])
-        slot.draft.commit(list(tokens), position, None if states is None else states[-1:])
-    return tokens
+    ids_exist = ((tokens < vocab_size) & (tokens >= -1)).all(-1) & (right_prefix(given) == count)
+    head = torch.stack((accepted, verified.finite.long(), count, ids_exist.long()), -1)
+    return torch.cat((head, F.pad(verified.tokens, (0, width - verified.tokens.size(-1)))), -1)
 
 
 def run_round(slots: Sequence[Slot], cache: Slots) -> list[tuple[Slot, list[int], int]]:
@@ -140,49 +185,76 @@ def run_round(slots: Sequence[Slot], cache: Slots) -> list[tuple[Slot, list[int]
     """
     cache.placed.runner.begin_round()
     began = time.perf_counter()
-    proposals = []
-    for slot in slots:
-        try:
-            proposals.append(propose(slot))
-        except InputError as error:
-            slot.error = error
+    proposals = propose(slots)
     slots = [slot for slot in slots if slot.error is None]
     if not slots:
         return []
     drafted = time.perf_counter()
 
-    packed, hidden = verify(slots, proposals, cache)
+    outcomes = verify(slots, proposals, cache)
 
-    def next_ks(outcomes: list[int]) -> list[int]:
-        for i, slot in enumerate(slots):
-            accepted, _, proposed, *_ = outcomes[i * (HEAD + slot.target.verify_width) :]
-            slot.choose_k.observe(proposed=proposed, accepted=accepted)
-        return [slot.choose_k.choose() for slot in slots]
+    def next_ks(numbers: list[int]) -> list[int]:
+        for i, slot in enumerate(outcomes.order):
+            if slot is not None:
+                accepted, _, proposed, *_ = numbers[i * (HEAD + slot.target.verify_width) :]
+                slot.choose_k.observe(proposed=proposed, accepted=accepted)
+        return [0 if slot is None else slot.choose_k.choose() for slot in outcomes.order]
 
-    found = _read(slots, packed, next_ks)
-    for i, slot in enumerate(slots):
+    found = _read(outcomes.order, outcomes.packed, next_ks)
+    for slot in slots:
         if slot.draft is not None and slot.error is None:
             tokens = found[slot.number][0]
-            states = hidden[i]
+            states = outcomes.states.get(slot.number)
             states = None if states is None else states[: len(tokens)]
             # A copy: what a drafter does with it cannot reach the text.
             slot.draft.commit(list(tokens), slot.text.input_pos + 1, states)
+    ended = time.perf_counter()
+    for slot in slots:
         slot.draft_seconds += drafted - began
-        slot.verify_seconds += time.perf_counter() - drafted
+        slot.verify_seconds += ended - drafted
     return [(slot, *found[slot.number]) for slot in slots if slot.error is None]
 
 
-def propose(slot: Slot) -> Proposal:
-    """What the drafter of a text proposes, at most as many tokens as the round can use."""
-    target = slot.target
-    # The round ends with a token of the target's own, so more proposals than this could never be used.
-    k = min(slot.speculative_k, slot.text.most_proposals, target.verify_width - 1)
-    slot.sampler.start_round(slot.text.input_pos + 1)
-    if slot.draft is None or k < 1:
-        return Proposal(torch.empty(0, dtype=torch.int64, device=target.device))
-    tokens, q = checked(slot.draft.propose(slot.text.last, slot.text.input_pos, k), slot.name, target)
-    tokens = tokens[:k]
-    return Proposal(tokens, None if q is None else q.first(tokens.size(0)))
+def propose(slots: Sequence[Slot]) -> dict[int, Proposal]:
+    """What the drafters of some texts propose, by slot; at most as many tokens as the round can use.
+
+    A text whose drafter broke the protocol has an `error` instead.
+    """
+    device = slots[0].target.device
+    Sampler.start_rounds([slot.sampler for slot in slots], [slot.text.input_pos + 1 for slot in slots], device)
+    found: dict[int, Proposal] = {}
+    asked: dict[int, list[Slot]] = {}  # by drafter
+    for slot in slots:
+        if slot.draft is None or slot.next_k < 1:
+            found[slot.number] = Proposal(torch.empty(0, dtype=torch.int64, device=device))
+        else:
+            asked.setdefault(id(slot.drafter), []).append(slot)
+    for members in asked.values():
+        together = type(members[0].drafter).propose_batch is not Drafter.propose_batch
+        for part in [members] if together else [[slot] for slot in members]:
+            try:
+                for slot, proposal in zip(part, _asked(part), strict=True):
+                    tokens, q = checked(proposal, slot.drafter.name if slot.drafter else "", slot.target)
+                    tokens = tokens[: slot.next_k]
+                    found[slot.number] = Proposal(tokens, None if q is None else q.first(tokens.size(0)))
+            except InputError as error:
+                for slot in part:
+                    slot.error = error
+    return found
+
+
+def _asked(slots: Sequence[Slot]) -> Sequence[Proposal]:
+    """The proposals of one drafter for some texts."""
+    drafter = slots[0].drafter
+    sessions = [slot.draft for slot in slots if slot.draft is not None]
+    if drafter is None:
+        return []
+    return drafter.propose_batch(
+        sessions,
+        [slot.text.last for slot in slots],
+        [slot.text.input_pos for slot in slots],
+        [slot.next_k for slot in slots],
+    )
 
 
 def checked(proposal: Proposal, drafter: str, target: TargetSession) -> Proposal:
@@ -226,51 +298,70 @@ def checked(proposal: Proposal, drafter: str, target: TargetSession) -> Proposal
     return Proposal(tokens, Distribution(probs, q.ids.to(target.device, torch.int64).clamp(0, vocab_size - 1)))
 
 
-def verify(
-    slots: Sequence[Slot], proposals: Sequence[Proposal], cache: Slots
-) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """Runs the target over all proposals and chooses.
+class Outcomes(NamedTuple):
+    """What a verification found, still on the device.
 
-    Returns:
-        The outcome of each text, one after the other, and for each what the taps of its drafter saw in its rows, None
-        where it has none.
+    Attributes:
+        packed: (n * (4 + W),), the `outcome` of n places, one after the other.
+        order: Whose outcome stands in each place; None: nobody's.
+        states: By slot what the taps of its drafter saw, (rows, len(taps) * C).
     """
-    rows = slots[0].target.rows_for(max(proposal.tokens.size(0) for proposal in proposals))
-    packed: list[torch.Tensor] = []
-    hidden: list[torch.Tensor | None] = []
-    for first, members in cache.groups([slot.number for slot in slots], rows):
-        chosen = [i for i, slot in enumerate(slots) if first <= slot.number < first + members]
-        found, states = _verify_group(
-            [slots[i] for i in chosen], [proposals[i] for i in chosen], cache, first, members, rows
-        )
-        packed.append(found)
-        hidden += states
-    return packed[0] if len(packed) == 1 else torch.cat(packed), hidden
+
+    packed: torch.Tensor
+    order: list[Slot | None]
+    states: dict[int, torch.Tensor]
 
 
-def _verify_group(
-    slots: Sequence[Slot], proposals: Sequence[Proposal], cache: Slots, first: int, members: int, rows: int
-) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """`verify` for texts among `members` neighbouring slots from `first` on, in one forward."""
+def verify(slots: Sequence[Slot], proposals: dict[int, Proposal], cache: Slots) -> Outcomes:
+    """Runs the target over the proposals of some texts and chooses their tokens."""
+    rows = slots[0].target.rows_for(max(proposals[slot.number].tokens.size(0) for slot in slots))
+    parts: list[Outcomes] = []
+    if cache.placed.runner.compiles:
+        # Always all slots, so that there is one graph; of each kind of text one.
+        by_kind: dict[Hashable, list[Slot]] = {}
+        for slot in slots:
+            by_kind.setdefault(slot.kind, []).append(slot)
+        everything = range(len(cache.sessions))
+        parts = [_verify_together(same, proposals, cache, everything, rows) for same in by_kind.values()]
+    else:
+        for members in cache.groups([slot.number for slot in slots], rows):
+            chosen = [slot for slot in slots if slot.number in members]
+            parts.append(_verify_together(chosen, proposals, cache, members, rows))
+    if len(parts) == 1:
+        return parts[0]
+    return Outcomes(
+        torch.cat([part.packed for part in parts]),
+        [slot for part in parts for slot in part.order],
+        {number: states for part in parts for number, states in part.states.items()},
+    )
+
+
+def _verify_together(
+    slots: Sequence[Slot], proposals: dict[int, Proposal], cache: Slots, members: range, rows: int
+) -> Outcomes:
+    """`verify` for texts among neighbouring slots, in one forward."""
     target = slots[0].target
-    placed, device = target.placed, target.device
-    buffers = cache.buffers(first, members)
-    block = torch.full((members, rows), -1, dtype=torch.int64, device=device)
+    device, count = target.device, len(members)
+    buffers = cache.cache.sequences(members.start, members.stop)
     # An idle slot runs along in the last places of its buffer, where no text ever stands.
-    places = [buffers.size - rows] * members
-    for slot, proposal in zip(slots, proposals):
-        at = slot.number - first
-        block[at, 0] = slot.text.last
-        block[at, 1 : 1 + proposal.tokens.size(0)] = proposal.tokens
-        places[at] = slot.text.input_pos
+    tokens, places = [0] * count, [buffers.size - rows] * count
+    for slot in slots:
+        at = slot.number - members.start
+        tokens[at], places[at] = slot.text.last, slot.text.input_pos
+    block = torch.full((count, rows), -1, dtype=torch.int64, device=device)
+    block[:, 0] = torch.tensor(tokens) if count > 1 else tokens[0]
+    for slot in slots:
+        proposed = proposals[slot.number].tokens
+        if proposed.size(0):
+            block[slot.number - members.start, 1 : 1 + proposed.size(0)] = proposed
     # Of one text: a number that is on the device already.
-    input_pos = buffers.slots[places[0] :][:1] if members == 1 else torch.tensor(places, device=device)
+    input_pos = buffers.slots[places[0] :][:1] if count == 1 else torch.tensor(places, device=device)
     kv_length = buffers.bucket(max(slot.text.input_pos for slot in slots) + rows)
-    step = Verification(target, tuple(slot.number - first for slot in slots), rows, kv_length, slots)
-    q = [step.form(proposal.q, proposal.tokens, slot.sampler) for slot, proposal in zip(slots, proposals)]
-    inputs = [slot.sampler.inputs(device, slot.text.input_pos + 1, rows) for slot in slots]
-    packed, hidden = step.run(buffers, placed.same(block), input_pos, q, inputs)
-    return packed, [step.states(hidden, slot.number - first, slot.taps) for slot in slots]
+    step = Verification(target, slots, members, rows, kv_length)
+    q = [step.form(same, proposals) for same in step.kinds]
+    inputs = [step.inputs(same) for same in step.kinds]
+    packed, hidden = step.run(buffers, target.placed.same(block), input_pos, q, inputs)
+    return Outcomes(packed, [slot for same in step.kinds for slot in same], step.states(hidden))
 
 
 class Verification:
@@ -278,63 +369,92 @@ class Verification:
 
     Args:
         target: Any session of the target.
-        numbers: Which of the sequences that run are texts.
-        rows: Rows of each sequence.
+        slots: The texts, in the order of their slots' numbers.
+        members: The slots that run.
+        rows: Rows of each.
         kv_length: Keys and values to read.
-        slots: The texts.
+
+    Attributes:
+        kinds: The texts by kind; in a compiled step there is one, with None for each idle slot.
     """
 
-    def __init__(
-        self, target: TargetSession, numbers: tuple[int, ...], rows: int, kv_length: int, slots: Sequence[Slot]
-    ) -> None:
+    def __init__(self, target: TargetSession, slots: Sequence[Slot], members: range, rows: int, kv_length: int) -> None:
         self._target = target
-        self._numbers = numbers
+        self._members = members
         self._rows = rows
         self._kv_length = kv_length
-        self._samplers = [slot.sampler for slot in slots]
-        self._stops = [slot.stops for slot in slots]
+        self._slots = slots
+        self.kinds: list[list[Slot | None]]
+        if target.runner.compiles:
+            by_number = {slot.number: slot for slot in slots}
+            self.kinds = [[by_number.get(number) for number in members]]
+        else:
+            by_kind: dict[Hashable, list[Slot | None]] = {}
+            for slot in slots:
+                by_kind.setdefault(slot.kind, []).append(slot)
+            self.kinds = list(by_kind.values())
+        firsts = [next(slot for slot in same if slot is not None) for same in self.kinds]
+        self._samplers = [slot.sampler for slot in firsts]
+        self._stops = [slot.stops for slot in firsts]
+        # Which of the sequences that run are of each kind; None for all.
+        self._numbers = [self._which(same) for same in self.kinds]
         self._taps = tuple(dict.fromkeys(tap for slot in slots for tap in slot.taps))
 
-    def form(self, q: Distribution | None, tokens: torch.Tensor, sampler: Sampler) -> Distribution | None:
-        """The proposal's distributions with a row for each proposal that there might be; None for who asks for none.
+    def _which(self, same: Sequence[Slot | None]) -> tuple[int, ...] | None:
+        if len(same) == len(self._members):
+            return None
+        return tuple(slot.number - self._members.start for slot in same if slot is not None)
 
-        A graph is built for one form, that of the sampler's own distributions; into it is brought what fits, so a token
-        that was not drawn becomes a certain one. What has more candidates gets the one other form: a column per id.
+    def inputs(self, same: Sequence[Slot | None]) -> Inputs:
+        """What the choices of texts of one kind depend on."""
+        device, rows = self._target.device, self._rows
+        own = [None if slot is None else slot.sampler.inputs(device, slot.text.input_pos + 1, rows) for slot in same]
+        some = next(each for each in own if each is not None)
+        return Inputs.stacked([some if each is None else each for each in own])
+
+    def form(self, same: Sequence[Slot | None], proposals: dict[int, Proposal]) -> Distribution | None:
+        """What the proposals of texts of one kind were drawn from, with a row for each proposal that there might be.
+
+        None for who asks for none. All of it has one form, the widest that a text needs: so many candidates, or a
+        column per id. A token that was not drawn becomes a certain one. A graph is built for one of two forms, that of
+        the sampler's own distributions and a column per id.
         """
+        sampler = self._samplers[self.kinds.index(same)] if len(self.kinds) > 1 else self._samplers[0]
         if isinstance(sampler, Choosing):
             return None
-        if self._target.runner.compiles:
-            vocab_size = self._target.config.padded_vocab_size
-            columns = sampler.columns(vocab_size)
-            if q is None:
-                ids = tokens.clamp(0, vocab_size - 1).unsqueeze(1)
-                q = Distribution(torch.ones(ids.shape, device=ids.device), ids)
-            if columns < vocab_size and q.ids is not None and q.probs.size(1) <= columns:
-                if (more := columns - q.probs.size(1)) > 0:
-                    q = Distribution(F.pad(q.probs, (0, more)), F.pad(q.ids, (0, more)))
-            elif q.ids is not None:
-                q = Distribution(q.at(Distribution(torch.empty(tokens.size(0), vocab_size, device=tokens.device))))
-        missing = self._rows - 1 - tokens.size(0)
-        if q is None or missing == 0:
-            return q
-        rows = (0, 0, 0, missing)
-        return Distribution(F.pad(q.probs, rows), None if q.ids is None else F.pad(q.ids, rows))
-
-    def states(self, hidden: torch.Tensor | None, number: int, taps: tuple[int, ...]) -> torch.Tensor | None:
-        """What the taps of one text saw, (rows, len(taps) * C), of what those of all texts saw; None without taps."""
-        if hidden is None or not taps:
+        empty = Proposal(torch.empty(0, dtype=torch.int64, device=self._target.device))
+        own = [empty if slot is None else proposals[slot.number] for slot in same]
+        given = [each.q for each in own if each.q is not None]
+        compiles = self._target.runner.compiles
+        if not given and not compiles:
             return None
-        if taps == self._taps:
-            return hidden[number]
-        parts = hidden[number].chunk(len(self._taps), dim=-1)
-        return torch.cat([parts[self._taps.index(tap)] for tap in taps], dim=-1)
+        vocab_size = self._target.config.padded_vocab_size
+        columns = max((q.probs.size(1) for q in given), default=1)
+        dense = any(q.ids is None for q in given)
+        if compiles:
+            most = sampler.columns(vocab_size)
+            dense = dense or columns > most or most == vocab_size
+            columns = most
+        return _stacked([_formed(each, self._rows - 1, None if dense else columns, vocab_size) for each in own])
+
+    def states(self, hidden: torch.Tensor | None) -> dict[int, torch.Tensor]:
+        """By slot what the taps of its text saw, (rows, len(taps) * C), of what those of all texts saw."""
+        found: dict[int, torch.Tensor] = {}
+        for slot in self._slots if hidden is not None else ():
+            own = hidden[slot.number - self._members.start]
+            if slot.taps and slot.taps != self._taps:
+                parts = own.chunk(len(self._taps), dim=-1)
+                own = torch.cat([parts[self._taps.index(tap)] for tap in slot.taps], dim=-1)
+            if slot.taps:
+                found[slot.number] = own
+        return found
 
     def key(self, buffers: KVCache, q: Sequence[Distribution | None]) -> Hashable:
         """Names all that the step depends on."""
-        forms = tuple(None if each is None else (each.probs.size(1), each.ids is None) for each in q)
+        forms = tuple(None if each is None else (each.probs.size(-1), each.ids is None) for each in q)
         stops = tuple(None if each is None else each.size(0) for each in self._stops)
         kinds = tuple(sampler.kind for sampler in self._samplers)
-        shapes = self._numbers, self._rows, buffers.shape, self._kv_length
+        shapes = self._rows, buffers.shape, self._kv_length
         return "verify", self._target.model, kinds, shapes, stops, forms, self._taps
 
     def run(
@@ -345,14 +465,14 @@ class Verification:
         q: list[Distribution | None],
         inputs: list[Inputs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The outcomes of the texts, one after the other, and the states of all rows.
+        """The outcomes of the texts, one after the other in the order of `kinds`, and the states of all rows.
 
         Args:
             buffers: Keys and values of the sequences.
             block: (sequences, rows): a token, its proposal, and -1 where nothing was proposed.
             input_pos: (sequences,), positions of the first column.
-            q: For each text what its proposal was drawn from, rows - 1 rows.
-            inputs: For each text its sampler's.
+            q: For each kind what its proposals were drawn from, rows - 1 rows a text.
+            inputs: For each kind its samplers'.
         """
         target = self._target
         model, width, vocab_size = target.model, target.verify_width, target.config.padded_vocab_size
@@ -370,14 +490,45 @@ class Verification:
             fed = block.clamp(0, vocab_size - 1)
             result = model.verify(fed, input_pos, buffers, kv_length=kv_length, taps=taps)
             logits, hidden = result if taps else (result, None)
-            outcomes = [
-                outcome(sampler, logits[i], inputs[j], block[i, 1:], q[j], stops[j], width)
-                for j, (i, sampler) in enumerate(zip(numbers, samplers))
-            ]
-            return outcomes[0] if len(outcomes) == 1 else torch.cat(outcomes), hidden
+            outcomes = []
+            for i, sampler in enumerate(samplers):
+                own, proposed = _of(logits, numbers[i]), _of(block, numbers[i])[:, 1:]
+                outcomes.append(outcome(sampler, own, inputs[i], proposed, q[i], stops[i], width))
+            return (outcomes[0] if len(outcomes) == 1 else torch.cat(outcomes)).flatten(), hidden
 
         key = self.key(buffers, q) if target.runner.compiles else None
         return target.runner.run(key, step, buffers, block, input_pos, q, stops, inputs)
+
+
+def _of(rows: torch.Tensor, numbers: tuple[int, ...] | None) -> torch.Tensor:
+    """The rows of some sequences; None: of all."""
+    if numbers is None:
+        return rows
+    if len(numbers) == numbers[-1] - numbers[0] + 1:
+        return rows[numbers[0] : numbers[-1] + 1]
+    return torch.stack([rows[number] for number in numbers])
+
+
+def _formed(proposal: Proposal, m: int, columns: int | None, vocab_size: int) -> Distribution:
+    """What a proposal was drawn from as m rows of so many candidates; None: of a column per id."""
+    tokens, q = proposal
+    if q is None:
+        ids = tokens.clamp(0, vocab_size - 1).unsqueeze(1)
+        q = Distribution(torch.ones(ids.shape, device=ids.device), ids)
+    if columns is None and q.ids is not None:
+        q = Distribution(q.at(Distribution(torch.empty(q.probs.size(0), vocab_size, device=tokens.device))))
+    right = 0 if columns is None else columns - q.probs.size(1)
+    below = m - q.probs.size(0)
+    if not right and not below:
+        return q
+    padding = 0, right, 0, below
+    return Distribution(F.pad(q.probs, padding), None if q.ids is None else F.pad(q.ids, padding))
+
+
+def _stacked(each: Sequence[Distribution]) -> Distribution:
+    """Those of several texts as those of a batch."""
+    ids = [q.ids for q in each if q.ids is not None]
+    return Distribution(torch.stack([q.probs for q in each]), torch.stack(ids) if ids else None)
 
 
 def prepare(slot: Slot, cache: Slots) -> None:
@@ -393,35 +544,45 @@ def prepare(slot: Slot, cache: Slots) -> None:
     before = len(runner)
     if slot.draft is not None and slot.choose_k.pieces:
         slot.draft.prepare(slot.choose_k.pieces)
-    rows = target.verify_width
-    buffers = cache.buffers(slot.number, 1)
-    block = torch.full((1, rows), -1, dtype=torch.int64, device=target.device)
-    none = block[0, :0]
+    rows, buffers, count = target.verify_width, cache.cache, len(cache.sessions)
+    block = torch.full((count, rows), -1, dtype=torch.int64, device=target.device)
     # In the last places of the buffer, before anything that counts stands there.
-    input_pos = buffers.slots[buffers.size - rows : buffers.size - rows + 1]
+    input_pos = buffers.slots[buffers.size - rows : buffers.size - rows + 1].expand(count).contiguous()
+    nothing = {slot.number: Proposal(block[0, :0])}
     for kv_length in buffers.buckets(target.max_length + rows - 1):
-        step = Verification(target, (0,), rows, kv_length, [slot])
-        q = [step.form(None, none, slot.sampler)]
+        step = Verification(target, [slot], range(count), rows, kv_length)
+        q = [step.form(same, nothing) for same in step.kinds]
         if step.key(buffers, q) not in runner:
-            step.run(buffers, block, input_pos, q, [slot.sampler.inputs(target.device, 0, rows)])
+            inputs = Inputs.stacked([slot.sampler.inputs(target.device, 0, rows)] * count)
+            step.run(buffers, block, input_pos, q, [inputs])
     if len(runner) > before:
-        target.forget()
+        for session in cache.sessions:
+            session.forget()
 
 
 def _read(
-    slots: Sequence[Slot], packed: torch.Tensor, next_ks: Callable[[list[int]], list[int]]
+    order: Sequence[Slot | None], packed: torch.Tensor, next_ks: Callable[[list[int]], list[int]]
 ) -> dict[int, tuple[list[int], int]]:
-    """The one device-to-host read of a round: by slot, the tokens to commit and how many were proposed."""
-    target = slots[0].target
-    outcomes = target.placed.agree(packed, len(slots), next_ks)
+    """The one device-to-host read of a round: by slot, the tokens to commit and how many were proposed.
+
+    Args:
+        order: Whose outcomes stand in `packed`, one after the other.
+        packed: The outcomes.
+        next_ks: Given them, the k of each text's next round; 0 for nobody.
+    """
+    target = next(slot for slot in order if slot is not None).target
+    outcomes = target.placed.agree(packed.flatten(), len(order), next_ks)
     size = HEAD + target.verify_width
     found = {}
-    for i, slot in enumerate(slots):
+    for i, slot in enumerate(order):
+        if slot is None:
+            continue
         accepted, finite, proposed, ids_exist, *tokens = outcomes[i * size : (i + 1) * size]
-        slot.speculative_k = outcomes[len(slots) * size + i]
+        slot.speculative_k = outcomes[len(order) * size + i]
         if not ids_exist:
+            name = slot.drafter.name if slot.drafter is not None else ""
             slot.error = InputError(
-                f"The drafter {slot.name} proposed an id that the target does not have, behind position "
+                f"The drafter {name} proposed an id that the target does not have, behind position "
                 f"{slot.text.input_pos}; ids must be in [0, {target.config.padded_vocab_size}), and -1 only at the end."
             )
         elif not finite:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -78,10 +78,20 @@ class TargetSession:
         verify_width: W, the most of them.
         runner: Runs the steps.
         stop_ids: Single tokens that end the text, for drafters that want to cut their proposals.
+        max_length: Tokens that a text may have, prompt and completion together.
+        number: Of the slot.
+        whole: Keys and values of all slots.
+        shared: What drafters keep for all slots together, by drafter; it goes with the engine.
     """
 
     def __init__(
-        self, placed: Placed, max_length: int, stop_ids: Sequence[int] = (), cache: KVCache | None = None
+        self,
+        placed: Placed,
+        max_length: int,
+        stop_ids: Sequence[int] = (),
+        whole: KVCache | None = None,
+        number: int = 0,
+        shared: dict[Any, Any] | None = None,
     ) -> None:
         self.placed = placed
         self.model = placed.model
@@ -91,43 +101,88 @@ class TargetSession:
         self.rows = placed.runner.rows(placed.rows)
         self.verify_width = self.rows[-1]
         self.stop_ids = tuple(stop_ids)
-        self.cache = cache or self.runner.make_cache(placed.model, max_length, width=self.verify_width)
+        self.whole = whole or self.runner.make_cache(placed.model, max_length, width=self.verify_width)
+        self.number = number
+        self.cache = self.whole if self.whole.shape[0] == 1 else self.whole.sequences(number, number + 1)
+        self.shared: dict[Any, Any] = {} if shared is None else shared
         self.max_length = max_length
-        self._tokens: list[int] = []  # the prompt whose keys and values the cache holds
+        self._tokens: list[int] = []  # the prompt, or what has been read of it, whose keys and values the cache holds
         self._logits: torch.Tensor | None = None  # (1, V), what followed it
+        self._prompt: list[int] = []  # what is being read
+        self._taps: tuple[int, ...] = ()
 
     def rows_for(self, proposals: int) -> int:
         """The smallest number of rows that holds a token and so many proposals."""
         return next(rows for rows in self.rows if rows > proposals)
 
     def prefill(self, prompt: Sequence[int], taps: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Reads the prompt, or what the cache does not hold of it yet.
-
-        Keys and values are kept up to the last border between chunks before which this prompt equals the last one:
-        there the chunks, hence the bits, are the same as in a fresh session.
+        """Reads a whole prompt, or what the cache does not hold of it yet.
 
         Returns:
             Logits of the last token, (1, V); with taps the states of all tokens, (T, len(taps) * n_embd), else None.
         """
-        tokens = list(prompt)
-        if tokens == self._tokens and self._logits is not None and not taps:
-            return self._logits, None
-        shared = self.shares(tokens)
-        # At least one token is left to run, whose logits are wanted.
-        start = 0 if taps else min(shared, len(tokens) - 1) // PREFILL_CHUNK * PREFILL_CHUNK
-        self._tokens = []
-        idx = self.placed.same(torch.tensor([tokens[start:]], device=self.device))
-        result = self.model.prefill(idx, self.cache, start=start, chunk_size=PREFILL_CHUNK, taps=taps)
-        logits, hidden = result if taps else (result, None)
-        self._tokens, self._logits = tokens, logits[0]
-        return self._logits, None if hidden is None else hidden[0]
+        self.begin(prompt, taps)
+        states = []
+        while self.unread:
+            states.append(self.read())
+        return self.logits, torch.cat([each for each in states if each is not None]) if taps else None
 
-    def shares(self, prompt: Sequence[int]) -> int:
-        """Tokens at the beginning of a prompt that the cache holds already."""
-        shared = 0
-        while shared < min(len(prompt), len(self._tokens)) and prompt[shared] == self._tokens[shared]:
-            shared += 1
-        return shared
+    def begin(self, prompt: Sequence[int], taps: Sequence[int] = (), others: Sequence[TargetSession] = ()) -> None:
+        """Takes a prompt, which `read` then reads chunk by chunk.
+
+        Keys and values are kept up to the last border between chunks before which this prompt equals the last one:
+        there the chunks, hence the bits, are the same as in a fresh session. They are copied where another slot holds
+        more of them.
+
+        Args:
+            prompt: Token ids, at least one.
+            taps: Blocks whose states are wanted; a prompt is then read from its beginning.
+            others: Sessions of other slots.
+        """
+        self._prompt, self._taps = list(prompt), tuple(taps)
+        if taps:
+            self.forget()
+            return
+        best = max((self, *others), key=lambda session: session.holds(self._prompt))
+        held = best.holds(self._prompt)
+        if best is not self:
+            self.cache.copy_from(best.cache, held)
+        self._logits = best._logits if held == len(self._prompt) else None
+        self._tokens = self._prompt[:held]
+
+    @property
+    def unread(self) -> int:
+        """Tokens of the prompt that have yet to be read."""
+        return len(self._prompt) - len(self._tokens)
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """Of the last token of a prompt that has been read, (1, V)."""
+        if self._logits is None:
+            raise RuntimeError("The prompt has not been read.")
+        return self._logits
+
+    def read(self) -> torch.Tensor | None:
+        """Reads the next chunk of the prompt; with taps returns its states, (rows, len(taps) * n_embd)."""
+        start, prompt = len(self._tokens), self._prompt
+        end = min(start + PREFILL_CHUNK, len(prompt))
+        idx = self.placed.same(torch.tensor([prompt[start:end]], device=self.device))
+        self.forget()
+        result = self.model.prefill(idx, self.cache, start=start, chunk_size=PREFILL_CHUNK, taps=self._taps)
+        logits, hidden = result if self._taps else (result, None)
+        self._tokens = prompt[:end]
+        self._logits = logits[0] if end == len(prompt) else None
+        return None if hidden is None else hidden[0]
+
+    def holds(self, prompt: Sequence[int]) -> int:
+        """Tokens at the beginning of a prompt that need not be read again: all of it, or whole chunks."""
+        if self._logits is not None and self._tokens == prompt:
+            return len(prompt)
+        # At least one token is left to run, whose logits are wanted.
+        end = min(len(prompt) - 1, len(self._tokens)) // PREFILL_CHUNK * PREFILL_CHUNK
+        while self._tokens[:end] != prompt[:end]:
+            end -= PREFILL_CHUNK
+        return end
 
     def verify(
         self, token: int, input_pos: int, proposal: torch.Tensor, taps: Sequence[int] = ()
@@ -187,35 +242,37 @@ class Slots:
         self.placed = placed
         self.max_length = max_length
         width = placed.runner.rows(placed.rows)[-1]
-        self.cache = placed.runner.make_cache(placed.model, max_length, width=width, batch_size=count)
+        # Twice: behind all that counts idle slots run along, also in drafts that the target's own layers make.
+        self.cache = placed.runner.make_cache(placed.model, max_length, width=2 * width, batch_size=count)
+        shared: dict[Any, Any] = {}
         self.sessions = [
-            TargetSession(
-                placed, max_length, stop_ids, self.cache if count == 1 else self.cache.sequences(slot, slot + 1)
-            )
-            for slot in range(count)
+            TargetSession(placed, max_length, stop_ids, self.cache, number, shared) for number in range(count)
         ]
 
-    def buffers(self, first: int, count: int) -> KVCache:
-        """Keys and values of `count` slots from `first` on."""
-        if count == len(self.sessions):
-            return self.cache
-        return self.sessions[first].cache if count == 1 else self.cache.sequences(first, first + count)
+    def begin(self, number: int, prompt: Sequence[int], taps: Sequence[int]) -> None:
+        """Gives a prompt to a slot, see `TargetSession.begin`."""
+        others = [session for session in self.sessions if session.number != number]
+        self.sessions[number].begin(prompt, taps, others)
 
-    def groups(self, numbers: Sequence[int], rows: int) -> list[tuple[int, int]]:
-        """Ranges of slots that run in one forward each: first slot and number of slots.
+    def groups(self, numbers: Sequence[int], rows: int) -> list[range]:
+        """The slots that run in one forward each.
 
         Args:
             numbers: Slots that hold a running text, in rising order.
             rows: Rows of each.
         """
         if len(numbers) == 1:
-            return [(numbers[0], 1)]
+            return [range(numbers[0], numbers[0] + 1)]
         # The rows of a forward keep their bits up to so many.
-        most = max(1, self.placed.most_rows // rows)
-        groups: list[tuple[int, int]] = []
-        for number in numbers:
-            if groups and number < groups[-1][0] + most:
-                groups[-1] = groups[-1][0], number - groups[-1][0] + 1
-            else:
-                groups.append((number, 1))
-        return groups
+        return neighbours(numbers, max(1, self.placed.most_rows // rows))
+
+
+def neighbours(numbers: Sequence[int], most: int) -> list[range]:
+    """Ranges of at most `most` slots that hold these, which are in rising order. A range may hold idle slots too."""
+    groups: list[range] = []
+    for number in numbers:
+        if groups and number < groups[-1].start + most:
+            groups[-1] = range(groups[-1].start, number + 1)
+        else:
+            groups.append(range(number, number + 1))
+    return groups

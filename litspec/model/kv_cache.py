@@ -87,9 +87,16 @@ class KVCache:
 
     def sequences(self, first: int, end: int) -> KVCache:
         """The sequences from `first` to before `end` as a cache of their own, which shares the buffers."""
+        if (first, end) == (0, self.k[0].size(0)):
+            return self
         other = copy.copy(self)
         other.k, other.v = [k[first:end] for k in self.k], [v[first:end] for v in self.v]
         return other
+
+    def copy_from(self, other: KVCache, length: int) -> None:
+        """Copies the first positions of another cache of as many sequences, for the same layers."""
+        for own, theirs in zip((*self.k, *self.v), (*other.k, *other.v), strict=True):
+            own[:, :, :length] = theirs[:, :, :length]
 
     def bucket(self, length: int) -> int:
         """The `kv_length` that covers `length` positions of this cache."""

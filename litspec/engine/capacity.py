@@ -1,0 +1,126 @@
+"""How many texts to run at the same time: as many as memory holds, and as still pay."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from dataclasses import is_dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from litspec.engine.costs import Trial
+from litspec.engine.runner import Runner
+from litspec.engine.target import PREFILL_CHUNK, Placed, Slots
+from litspec.model import GPT
+from litspec.model.kv_cache import kv_bucket
+from litspec.sampling import Greedy, Sampling
+
+if TYPE_CHECKING:
+    from litspec.drafters.base import Drafter
+
+# Share of the free memory that texts may take: on a CPU others live there too.
+CPU_SHARE, GPU_SHARE = 0.5, 0.9
+# Texts at the same time are tried in powers of two up to here, and no longer than so many seconds.
+MOST_SLOTS, SECONDS = 64, 5.0
+# A number of texts is good enough where a text costs so much of what it does with the best number.
+GOOD_ENOUGH = 1.05
+
+
+def cache_bytes(model: GPT, slots: int, positions: int) -> Counter[torch.device]:
+    """Bytes of the keys and values of some slots, by device.
+
+    Args:
+        model: Whose they are.
+        slots: How many.
+        positions: Of each, those that rejected proposals need included.
+    """
+    size, found = kv_bucket(positions), Counter[torch.device]()
+    itemsize = model.transformer.wte.weight.element_size()
+    for block in model.transformer.h:
+        batch, groups, places, head = block.attn.cache_shape(slots, size)
+        found[next(block.parameters()).device] += 2 * batch * groups * places * head * itemsize
+    return found
+
+
+def memory(placed: Placed, drafter: Drafter | None, slots: int, max_length: int) -> Counter[torch.device]:
+    """Bytes that some texts take beside the weights, by device: keys and values, and the largest of their forwards.
+
+    Args:
+        placed: The target.
+        drafter: Who drafts.
+        slots: Texts at the same time.
+        max_length: Tokens of the longest.
+    """
+    model, config = placed.model, placed.model.config
+    width = placed.verify_width
+    found = cache_bytes(model, slots, max_length + 2 * width)
+    itemsize = model.transformer.wte.weight.element_size()
+    vocab_size, wide = config.padded_vocab_size, max(config.intermediate_size, config.n_embd)
+    rows = slots * width
+    # The logits in their own type and in float32, and a probability for each of them.
+    verifying = rows * (vocab_size * (itemsize + 8) + 3 * wide * itemsize)
+    chunk = min(PREFILL_CHUNK, max_length)
+    # Two widths of the MLP at once, the residual stream, queries, keys and values; a mask, and what it is made of.
+    reading = chunk * (2 * wide + 6 * config.n_embd) * itemsize + chunk * kv_bucket(max_length) * (itemsize + 2)
+    found[placed.device] += max(verifying, reading)
+    if drafter is not None:
+        found[placed.device] += slots * drafter.memory(max_length)
+    return found
+
+
+def slots_that_fit(placed: Placed, drafter: Drafter | None, max_length: int) -> int:
+    """The most texts of so many tokens that the free memory holds, at least 1."""
+    alone, two = (memory(placed, drafter, slots, max_length) for slots in (1, 2))
+    fitting = []
+    for device in alone:
+        further = max(1, two[device] - alone[device])
+        fitting.append(1 + int((_free_bytes(device) - alone[device]) / further))
+    return max(1, min(fitting))
+
+
+def slots_that_pay(placed: Placed, most: int = MOST_SLOTS) -> int:
+    """Texts at the same time at which one costs next to the least, measured with verifications of middling width.
+
+    Args:
+        placed: The target.
+        most: No more are tried.
+    """
+    if placed.runner.compiles and is_dataclass(placed):
+        placed = replace(placed, runner=Runner())  # each number of texts would be a graph
+    target = Slots(placed, 1, 64).sessions[0]
+    rows = target.rows_for(target.verify_width // 2)
+    prompt = [i * 7919 % placed.model.config.padded_vocab_size for i in range(16)]
+    began = time.perf_counter()
+    each: dict[int, float] = {}
+    count = 1
+    while count <= most and time.perf_counter() - began < SECONDS:
+        trial = Trial(Slots(placed, count, 64), None, Greedy(Sampling(0)), prompt, (), count)
+        seconds = []
+        for _ in range(3):
+            start = time.perf_counter()
+            trial.verify(rows)
+            seconds.append(time.perf_counter() - start)
+        each[count] = min(seconds) / count
+        if count > 2 and each[count] > each[count // 2] * 0.98 > each[count // 4] * 0.96:
+            break  # twice as many, and again, gained nothing
+        count *= 2
+    return min(count for count, seconds in each.items() if seconds <= GOOD_ENOUGH * min(each.values()))
+
+
+def _free_bytes(device: torch.device) -> float:
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return GPU_SHARE * (torch.cuda.mem_get_info(device)[0] + cached)
+    return CPU_SHARE * _free_memory()
+
+
+def _free_memory() -> int:
+    """Bytes of main memory that are free, or could be at once."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
