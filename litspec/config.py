@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from litspec.arguments import checked, hints_of
 from litspec.errors import InputError
-from litspec.types import DrafterName, DraftPlacementName, PlacementName, Precision, Quantize, SamplerName
+from litspec.types import DrafterName, DraftPlacementName, LogprobsMode, PlacementName, Precision, Quantize, SamplerName
 
 if TYPE_CHECKING:
     from litspec.drafters.base import Drafter
@@ -37,6 +37,8 @@ FOR_TEXTS = (
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
+    "logprobs",
+    "logprobs_mode",
 )
 
 
@@ -250,6 +252,22 @@ class GenerateConfig:
             "same for every drafter and every k, as a greedy text always is.",
         ),
     )
+    logprobs: int | None = field(
+        default=None,
+        metadata=_about(
+            "texts",
+            "Return the log-probability of each token, and of so many of the most likely ones in its place (0 for none "
+            "of these), at most 100.",
+        ),
+    )
+    logprobs_mode: LogprobsMode = field(
+        default="raw",
+        metadata=_about(
+            "texts",
+            "raw is the model's own log-probability, before anything is done to its logits; processed is that of the "
+            "distribution that tokens are drawn from (for a greedy text, after bias, bans and penalties).",
+        ),
+    )
     speculative_k: int | Literal["auto"] = field(
         default="auto",
         metadata=_about(
@@ -278,6 +296,8 @@ class GenerateConfig:
             )
         check_sampling(self.temperature, self.top_k, self.top_p, self.min_p)
         self._check_penalties()
+        if self.logprobs is not None and not 0 <= self.logprobs <= 100:
+            raise InputError(f"logprobs must be in [0, 100], or None for none, got {self.logprobs}")
         if self.speculative_k != "auto" and self.speculative_k < 0:
             raise InputError(
                 f"speculative_k must be 'auto' or a whole number of at least 0, got {self.speculative_k!r}"

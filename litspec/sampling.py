@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from litspec.arguments import checked, hints_of
 from litspec.config import check_sampling
 from litspec.logits import Context, LogitsProcessor, adjusted
+from litspec.logprobs import Logprobs, Measured, measure
 from litspec.noise import gumbel_noise, position_keys, seed_words, uniform_noise
 from litspec.types import SamplerName
 
@@ -218,6 +219,7 @@ class Sampler:
         seed: Any integer, whose lowest 64 bits count. None: the rejection sampler takes torch's global generator, for
             callers that seed that; for the coupled sampler it is 0.
         processor: Of the text's logits; None to take them as they are.
+        logprobs: Which log-probabilities are wanted with the tokens; None for none.
     """
 
     def __init__(
@@ -227,11 +229,13 @@ class Sampler:
         banned_until: int = 0,
         seed: int | None = None,
         processor: LogitsProcessor | None = None,
+        logprobs: Logprobs | None = None,
     ) -> None:
         self.sampling = sampling
         self._banned = list(banned)
         self._banned_until = banned_until
         self.seed = seed
+        self.logprobs = logprobs
         self._processor = processor
         self.round: int | None = None
         self.tables: dict[torch.device, tuple[int, torch.Tensor]] = {}  # first position, and its numbers and more
@@ -243,7 +247,7 @@ class Sampler:
 
     @property
     def _rules(self) -> tuple[Any, ...]:
-        return tuple(self._banned), None if self._processor is None else self._processor.kind
+        return tuple(self._banned), None if self._processor is None else self._processor.kind, self.logprobs
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Takes tokens that have become part of the text, in order; the prompt is none of them."""
@@ -349,6 +353,26 @@ class Sampler:
         if inputs.context is not None:
             logits = adjusted(logits, inputs.context, proposed)
         return self.ban(logits, inputs)
+
+    def measure(
+        self, logits: torch.Tensor, inputs: Inputs, proposed: torch.Tensor, chosen: torch.Tensor, wanted: Logprobs
+    ) -> Measured:
+        """Log-probabilities of chosen tokens.
+
+        Args:
+            logits: (..., R, V), the target's.
+            inputs: Of the rows.
+            proposed: (..., R - 1), as in `verify`.
+            chosen: (..., R), the tokens.
+            wanted: Which.
+        """
+        if wanted.mode == "raw":
+            return measure(logits.float().log_softmax(-1), None, chosen, wanted.n)
+        logits = self.adjust(logits, inputs, proposed)
+        if self.sampling.greedy:
+            return measure(logits.float().log_softmax(-1), None, chosen, wanted.n)
+        p = processed(logits, self.sampling)
+        return measure(p.probs.log(), p.ids, chosen, wanted.n)
 
     def _adjust_draft(self, logits: torch.Tensor, inputs: Inputs) -> torch.Tensor:
         """The same for a row of each text, (R, V).
@@ -539,6 +563,7 @@ def make_sampler(
     banned: Sequence[int] = (),
     banned_until: int = 0,
     processor: LogitsProcessor | None = None,
+    logprobs: Logprobs | None = None,
 ) -> Sampler:
     """The sampler for one text.
 
@@ -548,9 +573,7 @@ def make_sampler(
         banned: Ids of probability 0 ...
         banned_until: ... at positions before this one.
         processor: Of the text's logits; None to take them as they are.
+        logprobs: Which log-probabilities are wanted with the tokens; None for none.
     """
-    if sampling.greedy:
-        return Greedy(sampling, banned, banned_until, processor=processor)
-    if sampling.sampler == "coupled":
-        return Coupled(sampling, banned, banned_until, seed, processor)
-    return Rejection(sampling, banned, banned_until, seed, processor)
+    kind: type[Sampler] = Coupled if sampling.sampler == "coupled" else Rejection
+    return (Greedy if sampling.greedy else kind)(sampling, banned, banned_until, seed, processor, logprobs)

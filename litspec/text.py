@@ -73,6 +73,18 @@ class TextCodec:
         if not isinstance(text, str):
             style, kind = type(self.prompt_style).__name__, type(prompt).__name__
             raise InputError(f"The prompt is a {kind}; the prompt style {style} takes a string.")
+        return self.encode_text(text, prompt)
+
+    def encode_text(self, text: str, prompt: str | None = None) -> Tensor:
+        """Text as it is, as token ids `(T,)`, int32, T >= 1; with BOS where the tokenizer puts it.
+
+        Args:
+            text: The text.
+            prompt: What it was made of, for messages.
+
+        Raises:
+            InputError: As of `encode`.
+        """
         try:
             text.encode()  # the tokenizers take half of a surrogate pair for no string at all
             ids = self.tokenizer.encode(text)
@@ -89,7 +101,8 @@ class TextCodec:
                 f"{' '.join(str(error).split())}."
             ) from error
         if ids.numel() == 0:
-            raise InputError(f"The prompt {prompt!r} has no tokens; give at least one character.")
+            shown = text if prompt is None else prompt
+            raise InputError(f"The prompt {shown!r} has no tokens; give at least one character.")
         size = self.config.padded_vocab_size
         if (largest := int(ids.max())) >= size:
             raise InputError(f"The prompt has the token {largest}; the model's vocabulary ends before {size}.")
@@ -116,7 +129,7 @@ class TextCodec:
         """
         if token in self.special_tokens:
             return self.special_tokens[token]
-        ids = self._encode_alone(token)
+        ids = self.encode_alone(token)
         if len(ids) == 1:
             return ids[0]
         # Sentencepiece gives what it does not know the id of <unk>.
@@ -136,13 +149,13 @@ class TextCodec:
         """
         if word in self.special_tokens:
             return [[self.special_tokens[word]]]
-        found = [self._encode_alone(word), self._encode_alone(" " + word.lstrip(" "))]
+        found = [self.encode_alone(word), self.encode_alone(" " + word.lstrip(" "))]
         found = [ids for i, ids in enumerate(found) if ids and ids not in found[:i]]
         if not found:
             raise InputError(f"The word {word!r} has no tokens.")
         return found
 
-    def _encode_alone(self, text: str) -> list[int]:
+    def encode_alone(self, text: str) -> list[int]:
         """Token ids of some text without a prompt style, BOS or EOS."""
         try:
             text.encode()

@@ -372,3 +372,14 @@ def test_penalties_bias_and_bans_are_inputs_of_a_graph_and_change_no_text_by_dra
     others = RULES | dict(logit_bias={"d": 2}, bad_words=["a", [8, 4], [5, 6, 8]], repetition_penalty=1.5)
     assert decode(llm, mode, **others) != alone
     assert graphs(llm) == drafting and drafting > built
+
+
+def test_log_probabilities_are_those_of_uncompiled_steps(llm: SpecLLM, pair: tuple[Path, Path]) -> None:
+    settings: dict[str, Any] = dict(max_new_tokens=12, temperature=0, logprobs=2, speculative_k=3)
+    out = llm.with_drafter("prompt_lookup").generate("abcabc", **settings)
+    plain = SpecLLM.load(*pair, verify_width=WIDTH, precision="32-true").generate("abcabc", **settings)
+    assert out.token_ids == plain.token_ids
+    for a, b in zip(out.logprobs or [], plain.logprobs or [], strict=True):
+        assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+        assert [value for _, value in a.top] == pytest.approx([value for _, value in b.top], abs=1e-4)
+    assert len(out.logprobs or []) == 12

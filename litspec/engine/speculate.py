@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from litspec.drafters.base import Drafter, DraftSession, Proposal
 from litspec.engine.sequence import Block, Text
 from litspec.engine.target import Slots, TargetSession
 from litspec.errors import InputError
+from litspec.logprobs import TokenLogprobs
 from litspec.sampling import Choosing, Distribution, Inputs, Sampler, right_prefix
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ class Slot:
             only the sum with the next is sure.
         verify_seconds: Host time of verifying, reading and committing.
         error: Why the text cannot go on: its drafter broke the protocol, or numbers are not finite.
+        logprobs: Of the tokens of the last round, where they are asked for.
         stops: (s,), tokens that end the text; None for none.
     """
 
@@ -53,6 +56,7 @@ class Slot:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     error: InputError | None = None
+    logprobs: list[TokenLogprobs] = field(init=False, default_factory=list)
     stops: torch.Tensor | None = field(init=False, default=None)
     _begun: bool = field(init=False, default=False)
     _last_state: torch.Tensor | None = field(init=False, default=None)  # (1, len(taps) * C), of what has been read
@@ -64,7 +68,13 @@ class Slot:
     def commit(self, tokens: list[int], proposed: int = 0) -> Block:
         """Takes what a round brought, see `Text.commit`."""
         self.sampler.commit(tokens)
-        return self.text.commit(tokens, proposed)
+        return self.text.commit(tokens, proposed, self.logprobs)
+
+    @property
+    def size(self) -> int:
+        """Numbers of its outcome."""
+        width, wanted = self.target.verify_width, self.sampler.logprobs
+        return HEAD + width + (0 if wanted is None else wanted.size(width))
 
     @property
     def number(self) -> int:
@@ -120,7 +130,7 @@ class Slot:
         none = torch.empty(1, 0, dtype=torch.int64, device=target.device)
         inputs = Inputs.stacked([self.sampler.inputs(target.device, position)])
         packed = outcome(self.sampler, target.logits.unsqueeze(0), inputs, none, None, None, target.verify_width)
-        found = _read([self], packed, lambda _: [self.choose_k.choose()])
+        found = _read([self], [self.size], packed, lambda _: [self.choose_k.choose()])
         if self.error is not None:
             raise self.error
         tokens, _ = found[self.number]
@@ -144,10 +154,10 @@ def outcome(
     stops: torch.Tensor | None,
     width: int,
 ) -> torch.Tensor:
-    """Chooses the tokens of N texts and packs all that the host must know: (N, 4 + W) int64.
+    """Chooses the tokens of N texts and packs all that the host must know: (N, 4 + W) int64, or more.
 
     For each text these are the number accepted, whether all numbers were finite, the number proposed, whether all ids
-    exist, and W tokens to choose from.
+    exist, W tokens to choose from, and the tokens' log-probabilities where they are asked for.
 
     Args:
         sampler: Chooses; of any of the texts, which differ in their `inputs` alone.
@@ -159,7 +169,8 @@ def outcome(
         width: W. The outcome has one size, so that ranks whose drafters differ still understand each other.
     """
     vocab_size = logits.size(-1)
-    verified = sampler.verify(logits, inputs, tokens.clamp(max=vocab_size - 1), q)
+    proposed = tokens.clamp(max=vocab_size - 1)
+    verified = sampler.verify(logits, inputs, proposed, q)
     accepted = verified.accepted
     if tokens.size(-1) and stops is not None:
         # What was proposed behind a stop is no part of the text and should not count as accepted.
@@ -169,7 +180,11 @@ def outcome(
     # Of negative numbers only -1 stands for nothing, and behind it nothing else may come.
     ids_exist = ((tokens < vocab_size) & (tokens >= -1)).all(-1) & (right_prefix(given) == count)
     head = torch.stack((accepted, verified.finite.long(), count, ids_exist.long()), -1)
-    return torch.cat((head, F.pad(verified.tokens, (0, width - verified.tokens.size(-1)))), -1)
+    parts = [head, F.pad(verified.tokens, (0, width - verified.tokens.size(-1)))]
+    if sampler.logprobs is not None:
+        measured = sampler.measure(logits, inputs, proposed, verified.tokens.clamp_min(0), sampler.logprobs)
+        parts.append(sampler.logprobs.pack(measured, width))
+    return torch.cat(parts, -1)
 
 
 def run_round(slots: Sequence[Slot], cache: Slots) -> list[tuple[Slot, list[int], int]]:
@@ -194,13 +209,13 @@ def run_round(slots: Sequence[Slot], cache: Slots) -> list[tuple[Slot, list[int]
     outcomes = verify(slots, proposals, cache)
 
     def next_ks(numbers: list[int]) -> list[int]:
-        for i, slot in enumerate(outcomes.order):
+        for slot, begin in zip(outcomes.order, accumulate(outcomes.sizes, initial=0)):
             if slot is not None:
-                accepted, _, proposed, *_ = numbers[i * (HEAD + slot.target.verify_width) :]
+                accepted, _, proposed = numbers[begin : begin + 3]
                 slot.choose_k.observe(proposed=proposed, accepted=accepted)
         return [0 if slot is None else slot.choose_k.choose() for slot in outcomes.order]
 
-    found = _read(outcomes.order, outcomes.packed, next_ks)
+    found = _read(outcomes.order, outcomes.sizes, outcomes.packed, next_ks)
     for slot in slots:
         if slot.draft is not None and slot.error is None:
             tokens = found[slot.number][0]
@@ -302,13 +317,15 @@ class Outcomes(NamedTuple):
     """What a verification found, still on the device.
 
     Attributes:
-        packed: (n * (4 + W),), the `outcome` of n places, one after the other.
+        packed: The `outcome` of n places, one after the other.
         order: Whose outcome stands in each place; None: nobody's.
+        sizes: Numbers of each.
         states: By slot what the taps of its drafter saw, (rows, len(taps) * C).
     """
 
     packed: torch.Tensor
     order: list[Slot | None]
+    sizes: list[int]
     states: dict[int, torch.Tensor]
 
 
@@ -332,6 +349,7 @@ def verify(slots: Sequence[Slot], proposals: dict[int, Proposal], cache: Slots) 
     return Outcomes(
         torch.cat([part.packed for part in parts]),
         [slot for part in parts for slot in part.order],
+        [size for part in parts for size in part.sizes],
         {number: states for part in parts for number, states in part.states.items()},
     )
 
@@ -361,7 +379,10 @@ def _verify_together(
     q = [step.form(same, proposals) for same in step.kinds]
     inputs = [step.inputs(same) for same in step.kinds]
     packed, hidden = step.run(buffers, target.placed.same(block), input_pos, q, inputs)
-    return Outcomes(packed, [slot for same in step.kinds for slot in same], step.states(hidden))
+    order = [slot for same in step.kinds for slot in same]
+    # An idle slot has the size of those that it runs along with.
+    sizes = [next(slot.size for slot in same if slot is not None) for same in step.kinds for _ in same]
+    return Outcomes(packed, order, sizes, step.states(hidden))
 
 
 class Verification:
@@ -494,7 +515,8 @@ class Verification:
             for i, sampler in enumerate(samplers):
                 own, proposed = _of(logits, numbers[i]), _of(block, numbers[i])[:, 1:]
                 outcomes.append(outcome(sampler, own, inputs[i], proposed, q[i], stops[i], width))
-            return (outcomes[0] if len(outcomes) == 1 else torch.cat(outcomes)).flatten(), hidden
+            packed = [each.flatten() for each in outcomes]
+            return packed[0] if len(packed) == 1 else torch.cat(packed), hidden
 
         key = self.key(buffers, q) if target.runner.compiles else None
         return target.runner.run(key, step, buffers, block, input_pos, q, stops, inputs)
@@ -561,24 +583,29 @@ def prepare(slot: Slot, cache: Slots) -> None:
 
 
 def _read(
-    order: Sequence[Slot | None], packed: torch.Tensor, next_ks: Callable[[list[int]], list[int]]
+    order: Sequence[Slot | None],
+    sizes: Sequence[int],
+    packed: torch.Tensor,
+    next_ks: Callable[[list[int]], list[int]],
 ) -> dict[int, tuple[list[int], int]]:
     """The one device-to-host read of a round: by slot, the tokens to commit and how many were proposed.
 
     Args:
         order: Whose outcomes stand in `packed`, one after the other.
+        sizes: Numbers of each of them.
         packed: The outcomes.
         next_ks: Given them, the k of each text's next round; 0 for nobody.
     """
     target = next(slot for slot in order if slot is not None).target
     outcomes = target.placed.agree(packed.flatten(), len(order), next_ks)
-    size = HEAD + target.verify_width
+    ks = outcomes[len(outcomes) - len(order) :]
     found = {}
-    for i, slot in enumerate(order):
+    for slot, begin, k in zip(order, accumulate(sizes, initial=0), ks):
         if slot is None:
             continue
-        accepted, finite, proposed, ids_exist, *tokens = outcomes[i * size : (i + 1) * size]
-        slot.speculative_k = outcomes[len(order) * size + i]
+        accepted, finite, proposed, ids_exist = outcomes[begin : begin + HEAD]
+        tokens = outcomes[begin + HEAD : begin + HEAD + target.verify_width]
+        slot.speculative_k = k
         if not ids_exist:
             name = slot.drafter.name if slot.drafter is not None else ""
             slot.error = InputError(
@@ -593,4 +620,7 @@ def _read(
             )
         else:
             found[slot.number] = tokens[: accepted + 1], proposed
+            if (wanted := slot.sampler.logprobs) is not None:
+                numbers = outcomes[begin + HEAD + target.verify_width : begin + slot.size]
+                slot.logprobs = wanted.unpack(numbers, tokens[: accepted + 1])
     return found

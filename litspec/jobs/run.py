@@ -224,12 +224,14 @@ def _answer(llm: SpecLLM, request: Request, number: int, settings: Mapping[str, 
             ) from full
     if error is not None:
         return Answer(number, dump(request.head | {"error": error}), dump(request.head | {"error": True}))
-    line = {
+    line: dict[str, Any] = {
         "prompt": completion.prompt,
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
     }
+    if completion.logprobs is not None:
+        line["logprobs"] = [each.as_dict() for each in completion.logprobs]
     return Answer(number, dump(request.head | line), dump(request.head | completion.stats.as_dict()))
 
 
