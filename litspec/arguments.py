@@ -33,6 +33,7 @@ _WORDS: dict[Any, str] = {
     Sequence[int]: "a list of whole numbers",
     Sequence[str | Sequence[int]]: "a list of strings or of lists of token ids",
     Mapping[int | str, float]: "an object of tokens and numbers",
+    Mapping[str, Any]: "an object",
 }
 _LINE_WIDTH = 120
 

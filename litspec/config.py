@@ -13,12 +13,13 @@ Where a flag cannot give all that Python can, `flag` is the flag's type.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from litspec.arguments import checked, hints_of
+from litspec.arguments import checked, hints_of, shown
 from litspec.errors import InputError
 from litspec.types import DrafterName, DraftPlacementName, LogprobsMode, PlacementName, Precision, Quantize, SamplerName
 
@@ -37,9 +38,15 @@ FOR_TEXTS = (
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
+    "json_schema",
+    "regex",
+    "grammar",
+    "response_format",
     "logprobs",
     "logprobs_mode",
 )
+# Those of them that say what form a text is to have.
+FORMS = ("json_schema", "regex", "grammar", "response_format")
 
 
 def _about(decides: Decides, help: str, **more: Any) -> dict[str, Any]:
@@ -252,6 +259,37 @@ class GenerateConfig:
             "same for every drafter and every k, as a greedy text always is.",
         ),
     )
+    json_schema: str | Mapping[str, Any] | None = field(
+        default=None,
+        metadata=_about(
+            "texts",
+            "The text is to be JSON of this schema, and ends with it: an object, or a file that holds one. Keys come "
+            "in the schema's order, with spaces as Python's json.dumps has them. Needs the extra `structured` "
+            "(llguidance), as do the next three.",
+        ),
+    )
+    regex: str | None = field(
+        default=None,
+        metadata=_about(
+            "texts", "The text is to match this regular expression as a whole; @FILE takes it from a file."
+        ),
+    )
+    grammar: str | None = field(
+        default=None,
+        metadata=_about(
+            "texts",
+            "The text is to follow this grammar in Lark's notation, from its rule `start` on; @FILE takes it from a "
+            "file.",
+        ),
+    )
+    response_format: Mapping[str, Any] | None = field(
+        default=None,
+        metadata=_about(
+            "texts",
+            'The same as OpenAI\'s API has it: {"type": "json_object"}, or {"type": "json_schema", "json_schema": '
+            '{"schema": {...}}}.',
+        ),
+    )
     logprobs: int | None = field(
         default=None,
         metadata=_about(
@@ -296,6 +334,7 @@ class GenerateConfig:
             )
         check_sampling(self.temperature, self.top_k, self.top_p, self.min_p)
         self._check_penalties()
+        self._read_form()
         if self.logprobs is not None and not 0 <= self.logprobs <= 100:
             raise InputError(f"logprobs must be in [0, 100], or None for none, got {self.logprobs}")
         if self.speculative_k != "auto" and self.speculative_k < 0:
@@ -309,6 +348,24 @@ class GenerateConfig:
             if any("\ud800" <= char <= "\udfff" for char in stop):
                 raise InputError(f"The stop string {stop!r} can never come: it holds half of a surrogate pair.")
         object.__setattr__(self, "stop", stops)
+
+    def _read_form(self) -> None:
+        """Puts the content of files in the place of their names: a text depends on that."""
+        given = [name for name in FORMS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise InputError(f"A text has one form: give {' or '.join(given)}, not both.")
+        for name in ("regex", "grammar"):
+            if (value := getattr(self, name)) is not None and names_file(name, value):
+                object.__setattr__(self, name, _content(name, value[1:]).removesuffix("\n"))
+        if isinstance(schema := self.json_schema, str):
+            text = _content("json_schema", schema.removeprefix("@")) if names_file("json_schema", schema) else schema
+            try:
+                schema = json.loads(text)
+            except ValueError as error:
+                raise InputError(f"json_schema is not JSON: {error}.") from error
+            if not isinstance(schema, dict):
+                raise InputError(f"json_schema must be an object, got {shown(schema)}")
+            object.__setattr__(self, "json_schema", schema)
 
     def _check_penalties(self) -> None:
         for token, bias in (self.logit_bias or {}).items():
@@ -325,6 +382,21 @@ class GenerateConfig:
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2 <= getattr(self, name) <= 2:
                 raise InputError(f"{name} must be in [-2, 2] (0 changes nothing), got {getattr(self, name)}")
+
+
+def names_file(name: str, value: str) -> bool:
+    """Whether the value of a setting is the name of a file that holds it."""
+    if name == "json_schema":
+        return not value.lstrip().startswith("{")
+    return name in ("regex", "grammar") and value.startswith("@")
+
+
+def _content(name: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not valid UTF-8"
+        raise InputError(f"{name} names the file {path!r}, which cannot be read: {reason}.") from error
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float, min_p: float = 0.0) -> None:

@@ -55,7 +55,7 @@ class Value:
             except InputError as error:
                 quote = " (put it in quotes)" if str in self.parts or self.repeats else ""
                 raise BadValue(f"{error}{quote}") from None
-        if self.is_object and given.lstrip()[:1] == "{":
+        if self.is_object and given.lstrip().startswith("{"):
             try:
                 return self(json.loads(given))
             except ValueError as error:

@@ -27,6 +27,7 @@ from litspec.engine.runner import CompiledRunner, Runner
 from litspec.engine.sequence import Block
 from litspec.engine.target import PREFILL_CHUNK, Placed
 from litspec.errors import InputError
+from litspec.grammar import Grammar, Grammars, form_of
 from litspec.logits import LogitsProcessor, rules_of
 from litspec.logprobs import Logprobs, TokenLogprobs, measure
 from litspec.model.packed import PackedLinear
@@ -176,6 +177,7 @@ class SpecLLM:
         self._embedded = embedded
         self._published = published
         self._idle: Engine | None = None  # the last texts', kept for its memory and its prompts
+        self._grammars: Grammars | None = None  # made for the first text that asks for one
         self._paying: int | None = None  # texts at the same time that pay
         # What rounds cost, and how many proposals were accepted so far, by drafter and how tokens are chosen.
         self._costs: dict[tuple[object, ...], RoundCosts] = {}
@@ -460,23 +462,30 @@ class SpecLLM:
         if settings.seed is None:
             raise ValueError("a seed is chosen before a text is prepared")
         rules = rules_of(settings, self.codec)
+        grammar = None
+        if (form := form_of(settings)) is not None:
+            if self._grammars is None:
+                self._grammars = Grammars(self.codec, stop_ids)
+            grammar = self._grammars.make(form)
         sampler = make_sampler(
             sampling,
             seed=text_seed(settings.seed, index),
             # Compiled steps hold what bans them in any case, so that all texts share them.
             banned=stop_ids if min_new_tokens or self.runner.compiles else [],
             banned_until=len(ids) + min_new_tokens if min_new_tokens else 0,
-            processor=LogitsProcessor(rules, ids, vocab_size) if rules else None,
+            processor=LogitsProcessor(rules, ids, vocab_size, grammar) if rules or grammar else None,
             logprobs=None if settings.logprobs is None else Logprobs(settings.logprobs, settings.logprobs_mode),
         )
+        stops = [stop for stop in (tokens_stop, strings, grammar) if stop is not None]
         return _Prepared(
             prompt,
             ids,
             len(ids) + max_new_tokens,
-            tokens_stop if strings is None else FirstOf(tokens_stop, strings),
+            FirstOf(*stops) if len(stops) > 1 else tokens_stop,
             strings,
             sampler,
             0 if self.drafter is None else settings.speculative_k,
+            grammar,
         )
 
     @property
@@ -567,7 +576,9 @@ class SpecLLM:
 
     def _add(self, prepared: _Prepared, engine: Engine) -> _Writing:
         choose_k = self._choose_k(prepared.speculative_k, prepared.sampler, engine)
-        request = Request(prepared.ids, prepared.max_length, prepared.stop, prepared.sampler, choose_k)
+        request = Request(
+            prepared.ids, prepared.max_length, prepared.stop, prepared.sampler, choose_k, prepared.grammar
+        )
         # The text goes on from the prompt: a space that begins it is kept, whatever the tokenizer.
         text = Pieces(self.codec.detokenizer(after=prepared.ids))
         return _Writing(prepared, request, engine.add(request), text)
@@ -641,6 +652,7 @@ class _Prepared:
     strings: StopStrings | None
     sampler: Sampler
     speculative_k: int | Literal["auto"]
+    grammar: Grammar | None
 
 
 class _Writing:

@@ -24,6 +24,7 @@ from litspec.errors import InputError
 
 if TYPE_CHECKING:
     from litspec.config import GenerateConfig
+    from litspec.grammar import Grammar
     from litspec.text import TextCodec
 
 
@@ -70,6 +71,7 @@ class Context(NamedTuple):
         tail: (L,) int64, the last tokens of prompt and text; -1 before the first.
         heads: (N, L) int64, bad words without their last token, aligned to the right; -1 stands for any token.
         lasts: (N,) int64, their last tokens.
+        masks: (R, V / 32) int32, for each row of the block the ids that a grammar allows, a bit each.
     """
 
     bias: torch.Tensor | None = None
@@ -79,12 +81,15 @@ class Context(NamedTuple):
     tail: torch.Tensor | None = None
     heads: torch.Tensor | None = None
     lasts: torch.Tensor | None = None
+    masks: torch.Tensor | None = None
 
     @property
     def batched(self) -> bool:
         """Whether it is that of several texts."""
         one = next((tensor for tensor in (self.bias, self.counts, self.tail) if tensor is not None), None)
-        return one is not None and one.dim() > 1
+        if one is None:
+            return self.masks is not None and self.masks.dim() > 2
+        return one.dim() > 1
 
     @classmethod
     def stacked(cls, contexts: Sequence[Context]) -> Context:
@@ -92,14 +97,20 @@ class Context(NamedTuple):
         fields = [[tensor for tensor in tensors if tensor is not None] for tensors in zip(*contexts)]
         return cls(*(torch.stack(tensors) if tensors else None for tensors in fields))
 
+    def row(self, i: int, before: torch.Tensor | None) -> Context:
+        """Of the i-th row of each text, for a block of one row; `before` are the tokens that stand before it."""
+        masks = None if self.masks is None else self.masks[..., i : i + 1, :]
+        return (self if before is None else self.after(before))._replace(masks=masks)
+
     def after(self, tokens: torch.Tensor) -> Context:
-        """The same with some tokens more, (..., m) int64."""
+        """The same with some tokens more, (..., m) int64, behind which a grammar has not been asked."""
         counts, tail = self.counts, self.tail
         if counts is not None:
             counts = counts + _one_hot(tokens, counts.size(-1)).sum(-2)
         if tail is not None:
             tail = torch.cat((tail, tokens), -1)[..., -tail.size(-1) :]
-        return self._replace(counts=counts, tail=tail)
+        masks = self.masks if self.masks is None or not tokens.size(-1) else torch.full_like(self.masks, -1)
+        return self._replace(counts=counts, tail=tail, masks=masks)
 
 
 def _one_hot(tokens: torch.Tensor, size: int) -> torch.Tensor:
@@ -127,6 +138,9 @@ def adjusted(logits: torch.Tensor, context: Context, proposed: torch.Tensor | No
         logits = logits + context.bias[..., None, :size]
     if context.heads is not None:
         logits = _without_bad_words(logits, context, proposed)
+    if context.masks is not None:
+        bits = context.masks.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=logits.device)
+        logits = torch.where((bits.flatten(-2)[..., :size] & 1).bool(), logits, float("-inf"))
     if context.counts is not None and context.penalties is not None and context.prompted is not None:
         # Counts of small whole numbers are exact, so a row does not depend on how its block was cut.
         counts = context.counts[..., None, :size] + F.pad(_one_hot(proposed, size).cumsum(-2), (0, 0, 1, 0))
@@ -158,10 +172,14 @@ class LogitsProcessor:
         rules: What is asked for.
         prompt: Token ids.
         vocab_size: V.
+        grammar: Of the text; it is told elsewhere of the tokens that are committed.
     """
 
-    def __init__(self, rules: LogitsRules, prompt: Sequence[int], vocab_size: int) -> None:
+    def __init__(
+        self, rules: LogitsRules, prompt: Sequence[int], vocab_size: int, grammar: Grammar | None = None
+    ) -> None:
         self.rules = rules
+        self.grammar = grammar
         self.vocab_size = vocab_size
         self._prompt = list(prompt)
         self._tokens: list[int] = []
@@ -175,7 +193,8 @@ class LogitsProcessor:
         """What a compiled graph depends on: equal for texts that may share it."""
         rules = self.rules
         penalises = rules.penalties != (1.0, 0.0, 0.0)
-        return bool(rules.logit_bias or self._single), penalises, len(self._words), self._tail_size
+        words = len(self._words), self._tail_size
+        return bool(rules.logit_bias or self._single), penalises, words, self.grammar is not None
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Takes tokens that have become part of the text."""
@@ -183,11 +202,12 @@ class LogitsProcessor:
         for device, context in self._contexts.items():
             self._contexts[device] = context.after(torch.tensor(tokens, dtype=torch.int64, device=device))
 
-    def context(self, device: torch.device) -> Context:
-        """The context of the token that comes next."""
+    def context(self, device: torch.device, rows: int = 1) -> Context:
+        """The context of the token that comes next, for a block of so many rows."""
         if device not in self._contexts:
             self._contexts[device] = self._new_context(device)
-        return self._contexts[device]
+        context = self._contexts[device]
+        return context if self.grammar is None else context._replace(masks=self.grammar.masks(rows).to(device))
 
     def _new_context(self, device: torch.device) -> Context:
         rules, size = self.rules, self.vocab_size

@@ -180,7 +180,7 @@ class Inputs(NamedTuple):
         if self.context is None:
             return Inputs(noise, early)
         context = self.context if self.context.batched else Context.stacked([self.context])
-        return Inputs(noise, early, context.after(torch.stack(tuple(before), -1)) if before else context)
+        return Inputs(noise, early, context.row(i, torch.stack(tuple(before), -1) if before else None))
 
     def after(self, tokens: torch.Tensor) -> Inputs:
         """The same behind some tokens more of each text, (..., m) int64, which are not committed."""
@@ -246,6 +246,11 @@ class Sampler:
         return type(self), self.sampling, *self._rules
 
     @property
+    def processes(self) -> bool:
+        """Whether logits are not taken as they are."""
+        return self._processor is not None
+
+    @property
     def _rules(self) -> tuple[Any, ...]:
         return tuple(self._banned), None if self._processor is None else self._processor.kind, self.logprobs
 
@@ -289,7 +294,7 @@ class Sampler:
         early = None
         if self._banned:
             early = torch.arange(position, position + rows, device=device) < self._banned_until
-        context = None if self._processor is None else self._processor.context(device)
+        context = None if self._processor is None else self._processor.context(device, rows)
         return Inputs(self._noise(device, position, rows), early, context)
 
     def _noise(self, device: torch.device, position: int, rows: int) -> torch.Tensor:

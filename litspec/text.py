@@ -121,6 +121,14 @@ class TextCodec:
             return detokenizer.push(token_ids) + detokenizer.flush()
         return self._vocabulary.decode(_ids(token_ids))
 
+    @property
+    def known_ids(self) -> int:
+        """Ids that the tokenizer knows are below this."""
+        processor = self.tokenizer.processor
+        if self.tokenizer.backend == "sentencepiece":
+            return int(processor.get_piece_size())
+        return max(processor.get_vocab(with_added_tokens=True).values()) + 1
+
     def token_id(self, token: str) -> int:
         """The id of a token that is given as a special token's name, as its text, or as the vocabulary spells it.
 

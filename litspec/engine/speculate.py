@@ -23,6 +23,7 @@ from litspec.sampling import Choosing, Distribution, Inputs, Sampler, right_pref
 
 if TYPE_CHECKING:
     from litspec.drafters.speculative_k import SpeculativeK
+    from litspec.grammar import Grammar
     from litspec.model import KVCache
 
 
@@ -37,6 +38,7 @@ class Slot:
         draft: The text's session with the drafter.
         sampler: Chooses its tokens.
         choose_k: Chooses the k of each round.
+        grammar: What form the text is to have; None for any.
         speculative_k: The k of the next round.
         draft_seconds: Host time of the rounds' proposals, for all texts together. On a GPU kernels run behind it, so
             only the sum with the next is sure.
@@ -52,6 +54,7 @@ class Slot:
     draft: DraftSession | None
     sampler: Sampler
     choose_k: SpeculativeK
+    grammar: Grammar | None = None
     speculative_k: int = 0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -242,6 +245,8 @@ def propose(slots: Sequence[Slot]) -> dict[int, Proposal]:
     for slot in slots:
         if slot.draft is None or slot.next_k < 1:
             found[slot.number] = Proposal(torch.empty(0, dtype=torch.int64, device=device))
+        elif forced := _forced(slot):
+            found[slot.number] = Proposal(torch.tensor(forced, device=device))
         else:
             asked.setdefault(id(slot.drafter), []).append(slot)
     for members in asked.values():
@@ -255,7 +260,20 @@ def propose(slots: Sequence[Slot]) -> dict[int, Proposal]:
             except InputError as error:
                 for slot in part:
                     slot.error = error
+    for slot in slots:
+        if slot.grammar is not None and slot.error is None:
+            # What may come behind a token depends on which it is, so here a proposal is read before it is verified.
+            try:
+                slot.grammar.foresee(found[slot.number].tokens.tolist())
+            except InputError as error:
+                slot.error = error
     return found
+
+
+def _forced(slot: Slot) -> list[int]:
+    """Tokens that the text's grammar forces to come next, where they are at least half of what can be proposed."""
+    forced = [] if slot.grammar is None else slot.grammar.forced(slot.next_k)
+    return forced if 2 * len(forced) >= slot.next_k else []
 
 
 def _asked(slots: Sequence[Slot]) -> Sequence[Proposal]:
@@ -614,9 +632,12 @@ def _read(
             )
         elif not finite:
             slot.target.clear()
+            what = "Logits of the target, or probabilities of the drafter, hold NaN or inf"
+            if slot.sampler.processes:
+                what += ", or bans and a grammar leave no token that may come,"
             slot.error = InputError(
-                "Logits of the target, or probabilities of the drafter, hold NaN or inf in the block that begins at "
-                f"position {slot.text.input_pos + 1}; check the weights and the precision."
+                f"{what} in the block that begins at position {slot.text.input_pos + 1}; check the weights and the "
+                "precision" + (", or allow more." if slot.sampler.processes else ".")
             )
         else:
             found[slot.number] = tokens[: accepted + 1], proposed

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from litspec.arguments import checked, hints_of, shown
-from litspec.config import FOR_TEXTS, GenerateConfig
+from litspec.config import FOR_TEXTS, GenerateConfig, names_file
 from litspec.errors import InputError
 from litspec.jobs.disk import digest, dump
 
@@ -159,6 +159,8 @@ class Prompts(Sequence[Request]):
                 raise InputError(f"{where}: unknown key {name!r}; known are id, prompt, {', '.join(OVERRIDES)}")
             hint = int if name == "seed" else hints[name]  # a seed of null could not be resumed
             try:
+                if isinstance(value, str) and names_file(name, value):
+                    raise InputError(f"{name} cannot name a file here, got {shown(value)}; write its content")
                 found[name] = checked(name, value, hint, none="null")
             except InputError as error:
                 raise InputError(f"{where}: {error}") from None
