@@ -52,8 +52,8 @@ def build_parser() -> ArgumentParser:
     )
     subcommands = parser.add_subcommands(dest="command", title="commands", metavar="COMMAND")
     for name, function in COMMANDS.items():
-        summary = function.__doc__.split("\n\n")[0].strip()
-        description = function.__doc__.split("Args:")[0].strip()
+        doc = function.__doc__ or ""
+        summary, description = doc.split("\n\n")[0].strip(), doc.split("Args:")[0].strip()
         command = Parser(description=description, formatter_class=HelpFormatter)
         command.add_argument("--config", action="config", help="YAML file with values for the flags below.")
         add_flags(command, function)

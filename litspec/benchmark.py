@@ -87,7 +87,7 @@ class Run:
         efficiency: speedup / ideal.
     """
 
-    drafter: str
+    drafter: DrafterName
     k: Choice
     width: int
     tokens_per_second: float = 0.0
@@ -100,6 +100,23 @@ class Run:
 
 
 @dataclass
+class Batch:
+    """Many texts, so many at a time, prompts included.
+
+    Attributes:
+        size: Texts at the same time.
+        plain: Tokens a second without a drafter.
+        speculative: Tokens a second with one.
+        speedup: The one over the other, from the medians of neighbouring times.
+    """
+
+    size: int
+    plain: float = 0.0
+    speculative: float = 0.0
+    speedup: float = 1.0
+
+
+@dataclass
 class Report:
     """What a benchmark found.
 
@@ -108,12 +125,14 @@ class Report:
         runs: Plain decoding first, then all rows without a drafter, then each drafter with each k.
         advice: One line.
         settings: Of the measurement.
+        batches: The best drafter with its best k, and none, with so many texts at a time.
     """
 
     parts: Parts
     runs: list[Run]
     advice: str
     settings: dict[str, Any]
+    batches: list[Batch] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         found = asdict(self)
@@ -151,6 +170,12 @@ class SimulatedDrafter(Drafter):
     def cost(self, k: int) -> Cost:
         return self.drafter.cost(k)
 
+    def memory(self, max_length: int) -> int:
+        return self.drafter.memory(max_length)
+
+    def reserve(self, target: TargetSession) -> None:
+        self.drafter.reserve(target)
+
     def start(self, target: TargetSession, max_length: int, sampler: Sampler) -> DraftSession:
         return _SimulatedSession(self, self.drafter.start(target, max_length, sampler), target.device)
 
@@ -165,9 +190,9 @@ class SimulatedDrafter(Drafter):
         ]
 
     def proposals_for(self, prompt: Sequence[int]) -> torch.Tensor:
-        """What is proposed for each position of the text that begins so."""
-        found = next(i for i, text in enumerate(self._texts) if text[: len(prompt)] == list(prompt))
-        return self._proposals[found]
+        """What is proposed for each position of the text that begins so; for any other, what is for the first."""
+        found = (i for i, text in enumerate(self._texts) if text[: len(prompt)] == list(prompt))
+        return self._proposals[next(found, 0)]
 
 
 class _SimulatedSession(DraftSession):
@@ -331,6 +356,7 @@ def measure(
     exit_layer: int | None = None,
     seed: int = 1234,
     simulate_acceptance: float | None = None,
+    batch_sizes: Sequence[int] = (),
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Report:
     """Measures plain decoding and each drafter with each k on the same prompts, in turns.
@@ -347,13 +373,14 @@ def measure(
         exit_layer: Layers that draft in "early_exit".
         seed: Of the texts.
         simulate_acceptance: None, or the share of right proposals that is simulated at each drafter's cost.
+        batch_sizes: Texts at the same time, for which many are generated too.
         progress: Called now and then, between timings, with what is done and what there is to do.
 
     Raises:
         InputError: For a setting or a prompt that cannot be used, before anything is timed.
     """
     config, width = llm.placed.model.config, llm.verify_width
-    settings = dict(
+    settings: dict[str, Any] = dict(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p,
@@ -363,7 +390,7 @@ def measure(
     )
     smallest = llm.runner.rows(llm.placed.rows)[0]
     runs = [Run("none", 0, 1), Run("none", 0, smallest), *(Run(name, k, width) for name in drafters for k in ks)]
-    done, total = 0, len(prompts) + 1 + len(runs) * (1 + repeats * len(prompts))
+    done, total = 0, len(prompts) + 1 + len(runs) * (1 + repeats * len(prompts)) + len(batch_sizes) * (1 + repeats)
 
     def advance() -> None:
         nonlocal done
@@ -386,7 +413,9 @@ def measure(
     middle = min(len(ids[longest]) - max_new_tokens // 2, config.block_size - width)
 
     def make(name: DrafterName) -> Drafter:
-        return llm.with_drafter(name, exit_layer=exit_layer).drafter
+        drafter = llm.with_drafter(name, exit_layer=exit_layer).drafter
+        assert drafter is not None, "of all names only 'none' makes none"
+        return drafter
 
     parts = measure_parts(
         llm,
@@ -435,7 +464,96 @@ def measure(
         compiled_steps=len(llm.runner),
         compile_seconds=llm.compile_seconds,
     )
-    return Report(parts, runs, advise(runs, parts, exit_layer, simulate_acceptance), settings)
+    best = max((run for run in runs if run.drafter != "none"), key=lambda run: run.speedup)
+    batches = []
+    for size in batch_sizes:
+        batches.append(
+            measure_batch(
+                wide,
+                make(best.drafter),
+                best.k,
+                size,
+                several(prompts, 2 * size),
+                repeats,
+                simulate_acceptance,
+                advance,
+                **{name: settings[name] for name in (*GENERATED, "seed")},
+            )
+        )
+    advice = advise(runs, parts, exit_layer, simulate_acceptance)
+    if batches:
+        advice += " " + advise_batches(batches)
+    return Report(parts, runs, advice, settings, batches)
+
+
+# Settings of a text that a measurement passes on.
+GENERATED = ("temperature", "top_k", "top_p", "sampler", "max_new_tokens")
+
+
+def several(prompts: Sequence[str], count: int) -> list[str]:
+    """So many different prompts, made of a few: each time around of each word by word less."""
+    found = []
+    for i in range(count):
+        words = prompts[i % len(prompts)].split(" ")
+        found.append(" ".join(words[: max(1, len(words) - i // len(prompts) % max(1, len(words) - 1))]))
+    return found
+
+
+def measure_batch(
+    llm: SpecLLM,
+    drafter: Drafter,
+    k: Choice,
+    size: int,
+    prompts: Sequence[str],
+    repeats: int,
+    simulate_acceptance: float | None = None,
+    advance: Callable[[], None] = lambda: None,
+    **settings: Any,
+) -> Batch:
+    """Generates many texts, so many at a time, without a drafter and with one, in turns.
+
+    Args:
+        llm: The target; its drafter is changed.
+        drafter: Who drafts.
+        k: Proposals a round.
+        size: Texts at the same time.
+        prompts: What they begin with.
+        repeats: Turns.
+        simulate_acceptance: See `measure`.
+        advance: Called between timings.
+        settings: Arguments of `SpecLLM.generate`.
+    """
+    batch, ways = Batch(size), {"plain": None, "speculative": drafter}
+    if simulate_acceptance is not None:
+        llm.drafter = None
+        texts = llm.generate(list(prompts), batch_size=size, **settings)
+        ids = [llm.codec.encode(prompt).tolist() + text.token_ids for prompt, text in zip(prompts, texts)]
+        ways["speculative"] = SimulatedDrafter(drafter, ids, simulate_acceptance, llm.placed.model.config.vocab_size)
+    speeds: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(repeats + 1):
+        for name, llm.drafter in ways.items():
+            _synchronize(llm.placed.device)
+            began = time.perf_counter()
+            texts = llm.generate(list(prompts), batch_size=size, speculative_k=k, **settings)
+            _synchronize(llm.placed.device)
+            if turn:  # the first warms up
+                speeds[name].append(sum(text.stats.new_tokens for text in texts) / (time.perf_counter() - began))
+        advance()
+    batch.plain, batch.speculative = median(speeds["plain"]), median(speeds["speculative"])
+    batch.speedup = median(b / a for a, b in zip(speeds["plain"], speeds["speculative"]))
+    return batch
+
+
+def advise_batches(batches: Sequence[Batch]) -> str:
+    """One line: how many texts at a time, and whether speculation still pays."""
+    best = max(batches, key=lambda batch: max(batch.plain, batch.speculative))
+    slow = [batch.size for batch in batches if batch.speedup <= 1]
+    line = f"Most tokens a second with --batch_size {best.size}: {max(best.plain, best.speculative):.0f}"
+    if best.speedup <= 1:
+        return f"{line}, without a drafter; from {min(slow)} texts at a time on speculation does not pay."
+    if slow:
+        return f"{line}; speculation does not pay with {', '.join(map(str, slow))} at a time."
+    return f"{line}; speculation pays at every size measured."
 
 
 def summarize(runs: Sequence[Run], measured: Sequence[Sequence[Sequence[Completion]]], parts: Parts) -> None:

@@ -31,8 +31,15 @@ from torch import Tensor, nn
 from litspec.errors import InputError
 
 WEIGHTS = "lit_model.pth"
-_SIZES = ("block_size", "n_layer", "n_embd", "n_head", "n_query_groups", "head_size", "vocab_size", "padded_vocab_size")
-_SIZES += ("intermediate_size", "moe_intermediate_size", "padding_multiple", "sliding_window_size", "rope_base")
+_SIZES: tuple[str, ...] = ("block_size", "n_layer", "n_embd", "n_head", "n_query_groups", "head_size", "vocab_size")
+_SIZES += (
+    "padded_vocab_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "padding_multiple",
+    "sliding_window_size",
+    "rope_base",
+)
 _SIZES += ("rope_condense_ratio", "attention_scores_scalar")
 _LARGEST = 1e12  # of any number in a config: beyond it sizes cannot even be multiplied
 
@@ -361,21 +368,22 @@ def load_weights(
     wanted = model.state_dict(keep_vars=True)
     _check_fit(weights, wanted, checkpoint)
     placed: dict[tuple[Any, ...], Tensor] = {}
-    fixed = device is None or isinstance(device, (str, torch.device))
+    fixed = device if device is None or isinstance(device, (str, torch.device)) else None
     with torch.no_grad():
         for name, old in wanted.items():
             new = weights.pop(name)
-            where = device if fixed else device(name)
+            where = device if device is None or isinstance(device, (str, torch.device)) else device(name)
             to = torch.device(where) if where is not None else old.device
             to = torch.device("cpu") if to.type == "meta" else to
             kind = old.dtype if dtype is None else dtype
+            same: tuple[Any, ...]
             same = (new.untyped_storage().data_ptr(), new.storage_offset(), new.shape, new.stride(), to, kind)
             if part is not None:
                 new, same = part(name, new), (name,)
             if same not in placed:
                 placed[same] = new.to(to, kind)
             _replace(model, name, placed[same], old)
-    _settle_tables(model, device if fixed else None)
+    _settle_tables(model, fixed)
 
 
 def _check_fit(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
@@ -412,7 +420,8 @@ def _settle_tables(model: nn.Module, device: torch.device | str | None) -> None:
             path, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(path), leaf, buffer.to(to))
         elif name in ("cos", "sin"):
-            model.cos, model.sin = model.rope_cache(device=to)  # as LitGPT's GPT does it
+            rope_cache: Any = model.rope_cache  # as LitGPT's GPT does it
+            model.cos, model.sin = rope_cache(device=to)
         else:
             kind = type(model).__name__
             raise RuntimeError(f"{kind} was built on the meta device and has no way to compute its buffer {name!r}.")
@@ -536,8 +545,8 @@ def check_pair(target: Checkpoint, draft: Checkpoint) -> PairReport:
         )
     for owner, tokens in (("target", of_target.tokens), ("draft", of_draft.tokens)):
         if own := sorted(one_sided.intersection(tokens).difference(differing)):
-            first = f"{own[0]} ({tokens[own[0]]!r})"
-            notes.append(f"The {owner} has {len(own)} token(s) of its own, first id {first}; they are never drafted.")
+            named = f"{own[0]} ({tokens[own[0]]!r})"
+            notes.append(f"The {owner} has {len(own)} token(s) of its own, first id {named}; they are never drafted.")
     notes += _pair_notes(target, draft, *(tokenizer.use_bos for tokenizer in tokenizers))
     return PairReport(size, tuple(notes), tuple(excluded))
 

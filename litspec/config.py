@@ -356,7 +356,11 @@ class GenerateConfig:
             raise InputError(f"A text has one form: give {' or '.join(given)}, not both.")
         for name in ("regex", "grammar"):
             if (value := getattr(self, name)) is not None and names_file(name, value):
-                object.__setattr__(self, name, _content(name, value[1:]).removesuffix("\n"))
+                content = _content(name, value[1:]).removesuffix("\n")
+                if names_file(name, content):
+                    # Written so that it is not taken for a file's name when the settings are copied.
+                    content = ("\\" if name == "regex" else "\n") + content
+                object.__setattr__(self, name, content)
         if isinstance(schema := self.json_schema, str):
             text = _content("json_schema", schema.removeprefix("@")) if names_file("json_schema", schema) else schema
             try:

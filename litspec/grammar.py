@@ -2,8 +2,8 @@
 
 llguidance tells which tokens may come next, and which must (https://github.com/guidance-ai/llguidance). What may come
 behind each token of a proposal is asked before the target verifies it; the grammar then goes back to where the text
-stands, so a refused proposal leaves no trace. Tokens that must come are proposed without asking a drafter. They are
-proposals like others: the target may prefer to spell the same characters with other tokens.
+stands, so a refused proposal leaves no trace. Tokens that must come are proposed without asking a drafter; they are
+proposals like others.
 """
 
 from __future__ import annotations

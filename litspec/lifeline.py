@@ -18,8 +18,8 @@ from litspec.errors import InputError
 
 NAME = "LITSPEC_LIFELINE"  # file descriptor, process id of the parent, whether its main thread is the one that starts
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-NUMBERS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-NUMBERS += ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_NODEID")
+NUMBERS: tuple[str, ...] = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+NUMBERS += ("MASTER_PORT", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_NODEID")
 LOST = 2  # the exit code of a rank that has lost another
 
 

@@ -7,7 +7,7 @@ import hashlib
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -31,7 +31,7 @@ from litspec.grammar import Grammar, Grammars, form_of
 from litspec.logits import LogitsProcessor, rules_of
 from litspec.logprobs import Logprobs, TokenLogprobs, measure
 from litspec.model.packed import PackedLinear
-from litspec.placement import place
+from litspec.placement.place import place
 from litspec.report import Piece, Pieces, Stats, make_stats, plot_acceptance, to_html
 from litspec.sampling import Rejection, Sampler, Sampling, make_sampler
 from litspec.stopping import FirstOf, StopStrings, StopTokens
@@ -127,7 +127,7 @@ class TextStream(Iterator[str]):
         latest: What the stream gave last, cut by where it came from.
     """
 
-    def __init__(self, parts: Iterator[list[Piece] | Completion]) -> None:
+    def __init__(self, parts: Generator[list[Piece] | Completion]) -> None:
         self._parts = parts
         self.completion: Completion | None = None
         self.latest: list[Piece] = []
@@ -340,8 +340,9 @@ class SpecLLM:
                 return alone
             for _ in alone:
                 pass
+            assert alone.completion is not None, "a stream ends with its completion"
             return alone.completion
-        completions: list[Completion | None] = [None] * len(texts)
+        completions: dict[int, Completion] = {}
         # The longest first: what is left to the end, when fewer run together, is short.
         order = sorted(range(len(texts)), key=lambda i: -texts[i].max_length)
         slots = self.slots_for(batch_size, len(texts), max((text.max_length for text in texts), default=0))
@@ -349,7 +350,7 @@ class SpecLLM:
             if isinstance(result, InputError):
                 raise result
             completions[i] = result
-        return completions
+        return [completions[i] for i in range(len(texts))]
 
     @torch.inference_mode()
     def score(self, text: str, *, prompt: str | None = None, sys_prompt: str | None = None, logprobs: int = 0) -> Score:
@@ -431,11 +432,13 @@ class SpecLLM:
         if texts <= 1 or batch_size == 1:
             return 1
         if batch_size != "auto":
-            return min(batch_size, texts)
+            # Each number of slots is a graph to build.
+            return batch_size if self.runner.compiles else min(batch_size, texts)
         fitting = slots_that_fit(self.placed, self.drafter, max_length)
         if self._paying is None and min(texts, fitting) > 2:
             self._paying = self.placed.share_int(slots_that_pay(self.placed))
-        return self.placed.share_int(max(1, min(texts, fitting, self._paying or 2)))
+        found = self.placed.share_int(max(1, min(texts, fitting, self._paying or 2)))
+        return 1 << (found.bit_length() - 1) if self.runner.compiles else found
 
     def _prepare(self, prompt: str, settings: GenerateConfig, index: int) -> _Prepared:
         """Checks and encodes a request."""
@@ -493,7 +496,7 @@ class SpecLLM:
         """Single tokens that end every text."""
         return [sequence[0] for sequence in self.codec.stop_tokens if len(sequence) == 1]
 
-    def _stream(self, prepared: _Prepared) -> Iterator[list[Piece] | Completion]:
+    def _stream(self, prepared: _Prepared) -> Generator[list[Piece] | Completion]:
         """The pieces of one text, then its `Completion`, as they are asked for."""
         engine = self._take_engine(prepared.max_length, 1)
         writing = None
@@ -628,7 +631,9 @@ class SpecLLM:
             slots: Texts at the same time.
         """
         self._idle = None
-        self._idle = self._take_engine(max_length, slots)
+        engine = self._take_engine(max_length, slots)
+        engine.reserve()
+        self._idle = engine
 
     def _take_engine(self, max_length: int, slots: int) -> Engine:
         """The idle engine where it fits, else a new one."""

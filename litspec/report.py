@@ -56,7 +56,11 @@ class Stats:
     tokens_per_round_histogram: list[int] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """These numbers for a file, with the names that vLLM's metrics have for the same: `tokens_per_round` is
+        `mean_acceptance_length`, its histogram `acceptance_histogram` (rounds that accepted 0, 1, 2, ... proposals).
+        """
+        names = {"tokens_per_round": "mean_acceptance_length", "tokens_per_round_histogram": "acceptance_histogram"}
+        return {names.get(name, name): value for name, value in asdict(self).items()}
 
     def summary(self) -> str:
         """One line for a terminal."""
@@ -73,7 +77,8 @@ def make_stats(
     prefill_seconds: float,
     decode_seconds: float,
     new_tokens: int | None = None,
-    **seconds: float,
+    draft_seconds: float = 0.0,
+    verify_seconds: float = 0.0,
 ) -> Stats:
     """Sums up the blocks of one text.
 
@@ -82,10 +87,16 @@ def make_stats(
         new_tokens: Tokens of the completion, where it ends before the last block does; None for those of all blocks.
         prefill_seconds: See `Stats`.
         decode_seconds: See `Stats`.
-        seconds: `draft_seconds` and `verify_seconds`.
+        draft_seconds: See `Stats`.
+        verify_seconds: See `Stats`.
     """
     rounds = blocks[1:]
-    stats = Stats(prefill_seconds=prefill_seconds, decode_seconds=decode_seconds, **seconds)
+    stats = Stats(
+        prefill_seconds=prefill_seconds,
+        decode_seconds=decode_seconds,
+        draft_seconds=draft_seconds,
+        verify_seconds=verify_seconds,
+    )
     stats.new_tokens = sum(len(block.tokens) for block in blocks) if new_tokens is None else new_tokens
     stats.rounds = len(rounds)
     stats.proposed = sum(block.proposed for block in rounds)
@@ -118,7 +129,8 @@ class Piece(NamedTuple):
 
 
 class _Detokenizer(Protocol):
-    settled: bool
+    @property
+    def settled(self) -> bool: ...
 
     def push(self, tokens: Sequence[int]) -> str: ...
 
@@ -280,8 +292,8 @@ def plot_acceptance(blocks: Sequence[Block], stats: Stats) -> Figure:
         from matplotlib.ticker import MaxNLocator, PercentFormatter
     except ModuleNotFoundError as error:
         raise InputError('plot() needs matplotlib; install it with: pip install "litspec[notebook]"') from error
-    style = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _GREY)
-    style |= {"axes.spines.top": False, "axes.spines.right": False, "figure.facecolor": "none"}
+    style: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False, "figure.facecolor": "none"}
+    style |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _GREY)
     style |= {"axes.facecolor": "none", "savefig.facecolor": "auto", "axes.titlesize": "medium"}
     with matplotlib.rc_context(style):
         figure = pyplot.figure(figsize=(10, 3.2), layout="constrained")

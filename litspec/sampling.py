@@ -192,8 +192,8 @@ class Inputs(NamedTuple):
         contexts = [each.context for each in inputs if each.context is not None]
         context = Context.stacked(contexts) if contexts else None
         if len(inputs) == 1:
-            noise, early, _ = inputs[0]
-            return cls(noise.unsqueeze(0), None if early is None else early.unsqueeze(0), context)
+            noise, alone, _ = inputs[0]
+            return cls(noise.unsqueeze(0), None if alone is None else alone.unsqueeze(0), context)
         early = [each.early for each in inputs if each.early is not None]
         return cls(torch.stack([each.noise for each in inputs]), torch.stack(early) if early else None, context)
 
@@ -272,6 +272,7 @@ class Sampler:
             words = torch.tensor([(*seed_words(s.seed or 0), s.round) for s in waiting], device=device)
             numbers = uniform_noise(position_keys((words[:, 0], words[:, 1]), words[:, 2]), ROUND_ROWS * NUMBERS)
             for sampler, own in zip(waiting, numbers.view(len(waiting), ROUND_ROWS, NUMBERS).unbind()):
+                assert sampler.round is not None, "it has just begun"
                 sampler.tables[device] = sampler.round, own
 
     def columns(self, vocab_size: int) -> int:

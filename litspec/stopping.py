@@ -37,7 +37,8 @@ class Stop(Protocol):
 class TextMatcher(Protocol):
     """The part of `text.Detokenizer` that stop strings need."""
 
-    text: str
+    @property
+    def text(self) -> str: ...
 
     @property
     def held(self) -> str: ...

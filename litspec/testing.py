@@ -17,7 +17,7 @@ from litspec.drafters.base import Drafter, DraftSession, Proposal
 from litspec.engine.speculate import checked
 from litspec.engine.target import TargetSession
 from litspec.errors import InputError
-from litspec.sampling import Distribution, Rejection, Sampler, Sampling, make_sampler
+from litspec.sampling import Distribution, Rejection, Sampler, Sampling, Verified, make_sampler
 
 if TYPE_CHECKING:
     from litspec.llm import SpecLLM
@@ -193,8 +193,8 @@ def check_drafter(
     rng = random.Random(seed)
     ids = min(llm.placed.model.config.vocab_size, llm.placed.model.config.padded_vocab_size)
     if contexts is None:
-        contexts = [[rng.randrange(ids) for _ in range(rng.randrange(2, 24))] for _ in range(3)]
-        contexts += [contexts[0] * 3, contexts[1] * 2 + contexts[2]]
+        made = [[rng.randrange(ids) for _ in range(rng.randrange(2, 24))] for _ in range(3)]
+        contexts = [*made, made[0] * 3, made[1] * 2 + made[2]]
     problems: dict[str, str] = {}  # by promise, its first case
     for name, sampling in (("greedy", Sampling(temperature=0)), ("sampled", Sampling())):
         texts = []
@@ -264,15 +264,15 @@ def _check_round(
                 rows = [round(float(s), 4) for s in sums]
                 problems.setdefault("q", f"q must hold rows of probabilities that sum to 1; its rows sum to {rows}.")
                 return
-    drawn = first.q is not None and len(first.tokens) > 0
+    drawn = first.q if len(first.tokens) > 0 else None
     for other, what in ((again, "Repeated"), (fresh, "Rollback")):
         told = "asked twice" if other is again else "compared with a fresh session told the same text"
-        if drawn and other.q is not None and len(other.tokens):
+        if drawn is not None and other.q is not None and len(other.tokens):
             dtype = next(llm.placed.model.parameters()).dtype
-            gap = float((_dense(first.q, vocabulary)[0] - _dense(other.q, vocabulary)[0]).abs().sum() / 2)
+            gap = float((_dense(drawn, vocabulary)[0] - _dense(other.q, vocabulary)[0]).abs().sum() / 2)
             if gap > TOLERANCE.get(dtype, 0.1):
                 problems.setdefault(what, f"{what}: {told}, its {name} proposals have distributions {gap:.3f} apart.")
-        elif not drawn and first.tokens.tolist() != other.tokens.tolist():
+        elif drawn is None and first.tokens.tolist() != other.tokens.tolist():
             problems.setdefault(
                 what,
                 f"{what}: {told}, its {name} proposals differ: {first.tokens.tolist()} and {other.tokens.tolist()}.",
@@ -280,7 +280,7 @@ def _check_round(
 
 
 @torch.inference_mode()
-def accept_rule_test(verify: Callable[..., object] | None = None, draws: int = 50_000, seed: int = 0) -> GTest:
+def accept_rule_test(verify: Callable[..., Verified] | None = None, draws: int = 50_000, seed: int = 0) -> GTest:
     """Tests the accept function itself: draws proposals from one table, verifies them against another.
 
     The first token committed must have the target's distribution, whatever the draft's.

@@ -63,7 +63,7 @@ def test_the_embedded_pair_prints_the_text_of_the_target_alone() -> None:
     assert record["token_ids"] == target_alone(DEMO_TARGET, PROMPT, 50)
     assert record["prompt"] == PROMPT
     assert record["finish_reason"] in ("stop", "length")
-    expected = {"new_tokens", "rounds", "proposed", "accepted", "acceptance_rate", "tokens_per_round"}
+    expected = {"new_tokens", "rounds", "proposed", "accepted", "acceptance_rate", "mean_acceptance_length"}
     expected |= {"prefill_seconds", "decode_seconds", "tokens_per_second"}
     assert expected <= set(record["stats"])
     assert record["stats"]["new_tokens"] == len(record["token_ids"])

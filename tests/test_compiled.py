@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def graphs(llm: SpecLLM) -> tuple[int, int]:
 
 
 def decode(llm: SpecLLM, mode: str, **settings: Any) -> list[list[int]]:
-    settings = MODES[mode] | dict(max_new_tokens=40, seed=1, speculative_k=3) | settings
+    settings = MODES[mode] | dict(max_new_tokens=40, seed=1, speculative_k=3, batch_size=1) | settings
     return [out.token_ids for out in llm.generate(PROMPTS, **settings)]
 
 
@@ -58,7 +59,7 @@ def decode(llm: SpecLLM, mode: str, **settings: Any) -> list[list[int]]:
 def test_a_compiled_text_is_the_same_with_every_drafter_and_every_k(llm: SpecLLM, mode: str) -> None:
     alone = decode(llm.with_drafter("none"), mode)
     assert len({len(set(text)) for text in alone} - {1, 2}) > 0  # texts that say something
-    outs = llm.generate(PROMPTS, **MODES[mode], max_new_tokens=40, seed=1, speculative_k=3)
+    outs = llm.generate(PROMPTS, **MODES[mode], max_new_tokens=40, seed=1, speculative_k=3, batch_size=1)
     assert [out.token_ids for out in outs] == alone
     assert sum(out.stats.accepted for out in outs) > 0
     for drafter, k in (("draft_model", 1), ("draft_model", "auto"), ("prompt_lookup", 3), ("early_exit", 3)):
@@ -239,6 +240,17 @@ def test_a_drafter_of_the_callers_own_may_report_q_and_see_states(
         assert out.stats.proposed > 0 and (len(llm.runner), graphs(llm)) == (built[0], built), mode
 
 
+@pytest.mark.parametrize("mode", ["greedy", "coupled"])
+def test_a_compiled_batch_has_one_graph_for_any_number_of_texts(llm: SpecLLM, mode: str) -> None:
+    plain = decode(llm.with_drafter("none"), mode, batch_size=3)
+    assert decode(llm, mode, batch_size=3) == plain
+    built = graphs(llm)
+    more = [*PROMPTS, "x", "yz", *PROMPTS, "o" * 70]
+    outs = llm.generate(more, **MODES[mode], max_new_tokens=40, seed=1, speculative_k=3, batch_size=3)
+    assert [out.token_ids for out in outs][: len(plain)] == plain and sum(out.stats.accepted for out in outs) > 0
+    assert graphs(llm) == built
+
+
 @pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection of all ids"])
 def test_whatever_form_q_has_the_steps_are_built_before_the_first_token(
     llm: SpecLLM, mode: str, monkeypatch: pytest.MonkeyPatch
@@ -361,15 +373,16 @@ RULES: dict[str, Any] = dict(
 )
 
 
-def test_penalties_bias_and_bans_are_inputs_of_a_graph_and_change_no_text_by_drafting(llm: SpecLLM) -> None:
-    mode = "coupled"
-    alone = decode(llm.with_drafter("none"), mode, **RULES)
+def test_bias_bans_penalties_and_grammars_are_inputs_of_a_graph_and_change_no_text_by_drafting(llm: SpecLLM) -> None:
+    mode, rules = "coupled", dict(RULES)
+    if find_spec("llguidance") is not None:
+        rules["regex"] = "([a-g ]{3} *)+[0-9]"
+    alone = decode(llm.with_drafter("none"), mode, **rules)
     built = graphs(llm)
-    assert decode(llm, mode, **RULES) == alone
-    assert decode(llm.with_drafter("prompt_lookup"), mode, **RULES) == alone
+    assert decode(llm, mode, **rules) == alone
     drafting = graphs(llm)
     # Other values and other words of the same number need no other graph.
-    others = RULES | dict(logit_bias={"d": 2}, bad_words=["a", [8, 4], [5, 6, 8]], repetition_penalty=1.5)
+    others = rules | dict(logit_bias={"d": 2}, bad_words=["a", [8, 4], [5, 6, 8]], repetition_penalty=1.5)
     assert decode(llm, mode, **others) != alone
     assert graphs(llm) == drafting and drafting > built
 

@@ -380,10 +380,10 @@ def test_the_next_text_need_not_read_the_same_prompt_again(monkeypatch):
     prompt = [(7 * i) % VOCAB for i in range(300)]
     forwards = Forwards(DRAFT, monkeypatch)
     drafter = drafters()["draft_model"]
-    placed = place()
+    target = TargetSession(place(), 512)
 
     def propose(drafter: Drafter, tokens: list[int]) -> Proposal:
-        session = drafter.start(TargetSession(placed, 512), 512, make_sampler(COUPLED, seed=2**40))
+        session = drafter.start(target, 512, make_sampler(COUPLED, seed=2**40))
         session.commit(tokens, 0)
         session.commit([3], len(tokens))
         proposal = session.propose(3, len(tokens), 5)
@@ -406,12 +406,12 @@ def test_a_beginning_that_prompts_share_is_kept_up_to_a_border_between_chunks(mo
     forwards = Forwards(model, monkeypatch)
     prompt = [(7 * i) % VOCAB for i in range(1200)]
     laws = []
-    placed = place()
+    placed = place(gpt(block_size=2048))
     for reuse in (True, False):
-        drafter = DraftModel(model, target_config=TARGET.config, max_k=7)
+        drafter, target = DraftModel(model, target_config=TARGET.config, max_k=7), TargetSession(placed, 1400)
         for tokens in [prompt, [*prompt[:1100], 1, 2, 3]] if reuse else [[*prompt[:1100], 1, 2, 3]]:
             before = forwards.prefilled
-            session = drafter.start(TargetSession(placed, 64), 1400, make_sampler(REJECTION, seed=1))
+            session = drafter.start(target, 1400, make_sampler(REJECTION, seed=1))
             session.commit(tokens, 0)
             session.commit([3], len(tokens))
             proposal = session.propose(3, len(tokens), 3)

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ from litgpt.prompts import PromptStyle
 from litspec import SpecLLM
 from litspec.checkpoint import open_checkpoint
 from litspec.config import GenerateConfig, LoadConfig
-from litspec.drafters import DraftModel
 from litspec.engine.engine import Engine
 from litspec.errors import InputError
 from litspec.jobs import disk, files, progress, run, run_job
@@ -75,6 +74,7 @@ class Quick:
         self.calls: list[str] = []
         self.loads = 0
         self.before_text: Callable[[], None] = lambda: None
+        self.slots = 1
         outer = self
 
         class QuickLLM(SpecLLM):
@@ -84,16 +84,27 @@ class Quick:
                 outer.loads += 1
                 return QuickLLM(llm.placed, llm.codec, llm.drafter)
 
-            @functools.wraps(SpecLLM.generate)
-            def generate(self, prompt: str, *, stream: bool = False, **settings: Any) -> Any:
-                begun = super().generate(prompt, stream=True, **settings)  # refuses what has to be refused
-                if stream:
-                    return begun
-                outer.calls.append(prompt)
-                outer.before_text()
-                text = f"{disk.digest(prompt, str(settings['seed']), str(settings['index']))}\u2028 \x85 \N{LLAMA}"
-                stats = Stats(new_tokens=3, proposed=4, accepted=2, decode_seconds=time.time())
-                return Completion(prompt, text, [1, 2, 3], "length", stats, [], [])
+            def slots_for(self, batch_size: Any, texts: int, max_length: int) -> int:
+                return outer.slots
+
+            def complete(self, texts: Iterable[Any], *, slots: int = 1) -> Iterator[Any]:
+                """Of those that run at the same time, the last to begin ends first."""
+                texts, running = iter(texts), []
+                while True:
+                    for name, prompt, settings, index in itertools.islice(texts, slots - len(running)):
+                        try:
+                            self._prepare(prompt, settings, index)  # refuses what has to be refused
+                        except InputError as error:
+                            running.append((name, error))
+                            continue
+                        outer.calls.append(prompt)
+                        outer.before_text()
+                        text = f"{disk.digest(prompt, str(settings.seed), str(index))}\u2028 \x85 \N{LLAMA}"
+                        stats = Stats(new_tokens=3, proposed=4, accepted=2, decode_seconds=time.time())
+                        running.append((name, Completion(prompt, text, [1, 2, 3], "length", stats, [], [])))
+                    if not running:
+                        return
+                    yield running.pop()
 
         monkeypatch.setattr(run, "SpecLLM", QuickLLM)
 
@@ -154,6 +165,7 @@ def assert_whole(out: Path, expected: bytes) -> None:
         out.name,
         f"{out.name}.job.json",
         f"{out.name}.stats.jsonl",
+        f"{out.name}.summary.json",
     ]
 
 
@@ -645,7 +657,7 @@ def test_sigterm_ends_a_job_behind_its_present_text(
     out = tmp_path / "out.jsonl"
     assert out.read_bytes() == b"".join(expected.splitlines(keepends=True)[:3])
     assert len(read(stats_of(out))) == 3
-    assert "SIGTERM: ending after the present text" in capfd.readouterr().err
+    assert "SIGTERM: ending after the texts that have begun" in capfd.readouterr().err
     assert job() == 0
     assert_whole(out, expected)
     assert len(quick.calls) == 5
@@ -740,23 +752,23 @@ def test_a_prefix_that_prompts_share_is_read_once_and_changes_no_bit(
         make(self, *args, **settings)
 
     monkeypatch.setattr(Engine, "__init__", counted)
-    assert job("with.jsonl", prompts_file=path, load={"draft_dir": None}) == 0
-    assert rows == [600, *(600 + len(end) - 512 for end in ends[1:])]
+    assert job("with.jsonl", prompts_file=path, batch_size=1, load={"draft_dir": None}) == 0
+    assert rows == [512, 88, *(600 + len(end) - 512 for end in ends[1:])]
     assert len(engines) == 1 and engines[0].max_length == 900 + TOKENS  # none was replaced as prompts grew
 
-    assert job("drafted.jsonl", prompts_file=path) == 0
+    assert job("drafted.jsonl", prompts_file=path, batch_size=1) == 0
 
-    take, take_draft = SpecLLM._take_engine, DraftModel.take
-    fresh = [(SpecLLM, "_take_engine", take), (DraftModel, "take", take_draft)]
-    for kind, name, method in fresh:
-        monkeypatch.setattr(
-            kind, name, lambda self, *args, method=method: (setattr(self, "_idle", None), method(self, *args))[1]
-        )
+    take = SpecLLM._take_engine
+    monkeypatch.setattr(
+        SpecLLM, "_take_engine", lambda self, *args: (setattr(self, "_idle", None), take(self, *args))[1]
+    )
+    # And another one for each text.
+    monkeypatch.setattr(SpecLLM, "_engine_for", lambda self, text, slots, _: self._take_engine(text.max_length, slots))
     rows.clear()
-    assert job("without.jsonl", prompts_file=path, load={"draft_dir": None}) == 0
-    assert rows == [600 + len(end) for end in ends]
+    assert job("without.jsonl", prompts_file=path, batch_size=1, load={"draft_dir": None}) == 0
+    assert rows == [size for end in ends for size in (512, 600 + len(end) - 512)]
     assert (tmp_path / "with.jsonl").read_bytes() == (tmp_path / "without.jsonl").read_bytes()
-    assert job("drafted_without.jsonl", prompts_file=path) == 0
+    assert job("drafted_without.jsonl", prompts_file=path, batch_size=1) == 0
     assert (tmp_path / "drafted.jsonl").read_bytes() == (tmp_path / "drafted_without.jsonl").read_bytes()
 
 
@@ -790,7 +802,14 @@ class RealJob:
     settings: dict[str, Any]
 
     def start(
-        self, out: Path, ranks: int = 1, *, path: Path | None = None, limits: dict[int, int] | None = None, **load: Any
+        self,
+        out: Path,
+        ranks: int = 1,
+        *,
+        path: Path | None = None,
+        limits: dict[int, int] | None = None,
+        batch_size: int | str = "auto",
+        **load: Any,
     ) -> list[Any]:
         """Starts a job on so many ranks, as a launcher would.
 
@@ -799,6 +818,7 @@ class RealJob:
             ranks: How many.
             path: Other prompts.
             limits: For a rank the largest size of a file that it can write.
+            batch_size: Texts at the same time.
             load: Arguments of `SpecLLM.load`.
         """
         started = []
@@ -811,7 +831,8 @@ class RealJob:
             env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         for rank in range(ranks):
             own = env | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {})
-            arguments = (path or self.path, out, self.pair.load | load, own, self.settings, (limits or {}).get(rank))
+            settings = self.settings | {"batch_size": batch_size}
+            arguments = (path or self.path, out, self.pair.load | load, own, settings, (limits or {}).get(rank))
             process = self.processes.Process(target=child, args=arguments)
             process.start()
             started.append(process)
@@ -848,11 +869,12 @@ def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
         time.sleep(0.002)
 
 
+@pytest.mark.parametrize("batch_size", [1, 8])
 def test_a_job_killed_at_20_random_moments_ends_with_the_file_of_an_undisturbed_one(
-    real: RealJob, tmp_path: Path
+    real: RealJob, tmp_path: Path, batch_size: int
 ) -> None:
     began = time.monotonic()
-    assert real.run(tmp_path / "undisturbed.jsonl") == [0]
+    assert real.run(tmp_path / "undisturbed.jsonl", batch_size=batch_size) == [0]
     seconds = time.monotonic() - began
     assert_whole(tmp_path / "undisturbed.jsonl", real.expected)
     moments = random.Random(0)
@@ -860,7 +882,7 @@ def test_a_job_killed_at_20_random_moments_ends_with_the_file_of_an_undisturbed_
     for number in itertools.count():
         out, before = tmp_path / f"{number}.jsonl", 0
         while kills < 20:
-            process = real.start(out)[0]
+            process = real.start(out, batch_size=batch_size)[0]
             process.join(moments.uniform(0, seconds))
             process.kill()
             process.join()
@@ -886,7 +908,7 @@ def test_any_number_of_ranks_gives_the_same_file_and_resumes_what_another_number
     assert_whole(tmp_path / "two.jsonl", real.expected)
 
     out = tmp_path / "out.jsonl"
-    started = real.start(out, ranks=3)
+    started = real.start(out, ranks=3, batch_size=1)
     wait_for(lambda: whole_lines(out) >= 4)
     for process in started[::-1]:
         process.kill()
@@ -922,10 +944,10 @@ def test_a_target_cut_across_ranks_resumes_too(real: RealJob, tmp_path: Path) ->
 def test_a_rank_that_cannot_write_ends_the_job_with_a_sentence(real: RealJob, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     # The errors of a child make it end with 1, as any exception does.
-    assert real.run(out, ranks=2, limits={1: 2500}) == [1, 1]
+    assert real.run(out, ranks=2, limits={1: 3500}, batch_size=1) == [1, 1]
     said = (tmp_path / "stderr.txt").read_text()
     assert "rank1-0.part' cannot be written: File too large" in said and "Another rank could not go on" in said
-    assert real.run(out, limits={0: 1500}) == [1]
+    assert real.run(out, limits={0: 1500}, batch_size=1) == [1]
     assert b"\n" in out.read_bytes() and real.expected.startswith(out.read_bytes())
     assert real.run(out) == [0]
     assert_whole(out, real.expected)
@@ -957,7 +979,7 @@ def test_texts_that_ranks_left_behind_are_taken_over_and_not_made_again(
 
 def test_sigterm_to_any_rank_ends_all_of_them(real: RealJob, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    started = real.start(out, ranks=2)
+    started = real.start(out, ranks=2, batch_size=1)
     wait_for(lambda: whole_lines(out) >= 2)
     os.kill(started[1].pid, signal.SIGTERM)
     for process in started:

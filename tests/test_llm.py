@@ -312,7 +312,7 @@ def test_a_prompt_that_is_repeated_is_read_once(monkeypatch: pytest.MonkeyPatch,
     alone = [SpecLLM.load(*pair).generate(PROMPTS[2], index=i, **settings).token_ids for i in range(4)]
     llm = SpecLLM.load(*pair)
     rows = count_rows(monkeypatch, llm.placed.model)
-    outs = llm.generate([PROMPTS[2]] * 4, **settings)
+    outs = llm.generate([PROMPTS[2]] * 4, batch_size=3, **settings)
     assert rows == [len(llm.codec.encode(PROMPTS[2]))]
     assert [out.token_ids for out in outs] == alone
 
@@ -326,8 +326,8 @@ def test_a_long_beginning_that_prompts_share_is_read_once(
     alone = [SpecLLM.load(*pair).generate(prompt, index=i, **settings).token_ids for i, prompt in enumerate(prompts)]
     llm = SpecLLM.load(*pair)
     rows = count_rows(monkeypatch, llm.placed.model)
-    assert [out.token_ids for out in llm.generate(prompts, **settings)] == alone
-    assert rows == [len(prompts[0]), len(prompts[1]) - 512, len(prompts[2]) - 512]
+    assert [out.token_ids for out in llm.generate(prompts, batch_size=3, **settings)] == alone
+    assert rows == [512, len(prompts[0]) - 512, len(prompts[1]) - 512, len(prompts[2]) - 512]
 
 
 # --- streams

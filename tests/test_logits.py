@@ -38,7 +38,7 @@ from litspec.sampling import Inputs, Rejection, Sampling, concatenate, make_samp
 from litspec.stopping import StopTokens
 
 RULES: dict[str, dict[str, Any]] = {
-    "logit_bias": {"logit_bias": {9: 3.0, 21: -2.5, 5: 1.5}},
+    "logit_bias": {"logit_bias": {9: 3.0, 18: -4.0, 5: 1.5}},
     "bad_words": {"bad_words": ((18,), (9, 9), (5, 9, 3), (12, 57), (58, 11), (54, 39, 39))},
     "repetition_penalty": {"repetition_penalty": 1.7},
     "presence_penalty": {"presence_penalty": 1.5},
@@ -231,7 +231,7 @@ def test_texts_of_several_rounds_have_the_law_too(sampler: str) -> None:
 
 
 def complete(
-    drafter: str, sampling: Sampling, rules: LogitsRules, k: int | str = 4, new: int = 32
+    drafter: str, sampling: Sampling, rules: LogitsRules, k: int | str = 4, new: int = 24
 ) -> tuple[list[Block], LogitsProcessor]:
     placed = place(TARGET, DRAFT)
     chosen = make_drafter(drafter, placed)
@@ -247,14 +247,18 @@ def complete(
     return blocks, processor
 
 
-@pytest.mark.parametrize("sampling", ["greedy", "coupled"])
 @pytest.mark.parametrize("given", [*RULES.values(), *PAIRS], ids=lambda given: "+".join(given))
-def test_no_drafter_changes_a_text(given: dict[str, Any], sampling: str) -> None:
+def test_no_drafter_changes_a_text(given: dict[str, Any]) -> None:
+    for sampling in ("greedy", "coupled"):
+        check_on_is_off(given, sampling)
+
+
+def check_on_is_off(given: dict[str, Any], sampling: str) -> None:
     rules = LogitsRules(**given)
     alone = tokens_of(complete("none", SAMPLINGS[sampling], rules)[0])
     assert alone != tokens_of(complete("none", SAMPLINGS[sampling], LogitsRules())[0]), "a rule that changes nothing"
     accepted = 0
-    for drafter, k in (("draft_model", 4), ("draft_model", 7), ("early_exit", 2), ("prompt_lookup", "auto")):
+    for drafter, k in (("draft_model", 7), ("early_exit", 2), ("prompt_lookup", "auto")):
         blocks, _ = complete(drafter, SAMPLINGS[sampling], rules, k)
         assert tokens_of(blocks) == alone, (drafter, k)
         accepted += sum(block.accepted for block in blocks)
@@ -279,7 +283,7 @@ def test_refused_proposals_leave_no_trace() -> None:
         fresh = LogitsProcessor(rules, PROMPT, VOCAB)
         fresh.commit(tokens_of(blocks))
         for seen, expected in zip(processor.context(torch.device("cpu")), fresh.context(torch.device("cpu"))):
-            assert torch.equal(seen, expected)
+            assert seen is expected is None or torch.equal(seen, expected)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)

@@ -35,6 +35,7 @@ def bench(
     prompts_file: str | None = None,
     speculative_k: str = "1,2,4,7,auto",
     repeats: int = 5,
+    batch_size: str = "",
     settings: GenerateConfig,
     simulate_acceptance: float | None = None,
     output_format: Literal["text", "json"] = "text",
@@ -53,6 +54,8 @@ def bench(
         prompts_file: Text file with a prompt on each line; by default three are built in.
         speculative_k: Proposals a round, a list with commas: whole numbers below verify_width, or auto.
         repeats: How often everything is measured.
+        batch_size: Numbers of texts at the same time, a list with commas such as 1,4,16: for each many texts are
+            generated too, with the best drafter and without.
         {settings}
         simulate_acceptance: Propose the target's own text, with this share of right tokens, at each drafter's cost:
             what a draft of that quality would bring here. Each proposal is right with this probability where those
@@ -72,11 +75,13 @@ def bench(
     from litspec.sampling import Sampling
 
     verify_width, max_new_tokens = load.verify_width, settings.max_new_tokens
+    assert settings.seed is not None, "a flag gives a number"
     # Whatever can be found wrong is found before anything is loaded, let alone measured.
     if verify_width < 2:
         raise InputError(f"verify_width must be at least 2, or there is nothing to propose, got {verify_width}")
     ks = _parse_ks(speculative_k, verify_width)
     sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, settings.sampler)
+    batch_sizes = _parse_batch_sizes(batch_size)
     if repeats < 1:
         raise InputError(f"repeats must be at least 1, got {repeats}")
     if max_new_tokens < 8:
@@ -130,6 +135,7 @@ def bench(
             exit_layer=load.exit_layer,
             seed=settings.seed,
             simulate_acceptance=simulate_acceptance,
+            batch_sizes=batch_sizes,
             progress=lambda done, total: bar.update(task, completed=done, total=total, refresh=True),
         )
     if quiet:
@@ -157,6 +163,15 @@ def _parse_ks(text: str, verify_width: int) -> list[Any]:
             )
         ks.append(item if item == "auto" else int(item))
     return list(dict.fromkeys(ks))
+
+
+def _parse_batch_sizes(text: str) -> list[int]:
+    from litspec.errors import InputError
+
+    items = [item.strip() for item in text.split(",")] if text.strip() else []
+    if not all(item.isdecimal() and int(item) > 0 for item in items):
+        raise InputError(f"batch_size must be a list such as 1,4,16 of whole numbers of at least 1, got {text!r}")
+    return list(dict.fromkeys(map(int, items)))
 
 
 def _print(description: str, report: Any) -> None:
@@ -225,4 +240,10 @@ def _print(description: str, report: Any) -> None:
             f"{run.efficiency:.2f}",
         )
     console.print(made)
+    if report.batches:
+        heading = f"Many texts, prompts included, so many at a time (medians of {settings['repeats']})"
+        made = table(heading, "at a time", "plain\ntokens / s", "speculative\ntokens / s", "speedup", left=0)
+        for batch in report.batches:
+            made.add_row(str(batch.size), f"{batch.plain:.0f}", f"{batch.speculative:.0f}", f"{batch.speedup:.2f}")
+        console.print(made)
     console.print(report.advice, markup=False, soft_wrap=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TextIO
 
 from litspec.arguments import spelled_out
-from litspec.config import FLAG_DEFAULTS, GenerateConfig, LoadConfig, check_k
+from litspec.config import FLAG_DEFAULTS, GenerateConfig, LoadConfig, check_batch_size, check_k
 
 DEFAULT_PROMPT = "What food do llamas eat?"
 
@@ -21,6 +21,7 @@ def generate(
     prompts_file: str | None = None,
     out_file: str | None = None,
     num_samples: int = 1,
+    batch_size: int | Literal["auto"] = "auto",
     settings: GenerateConfig,
     raw: bool = False,
     include_prompt: bool = False,
@@ -42,6 +43,8 @@ def generate(
         out_file: Where the texts for prompts_file go, a JSON object a line in the order of the prompts; what they cost
             goes to OUT_FILE.stats.jsonl. The same command resumes what was interrupted.
         num_samples: How many texts to generate for each prompt.
+        batch_size: The most texts of prompts_file that are generated at the same time; auto for as many as pay and as
+            memory holds. A text does not depend on it.
         {settings}
         raw: Write control characters to a terminal as they are; else they are shown escaped there.
         include_prompt: Print the prompt before the text.
@@ -55,6 +58,7 @@ def generate(
         raise InputError(f"num_samples must be at least 1, got {num_samples}")
     if load.drafter != "none":
         check_k(settings.speculative_k, load.verify_width)
+    batch_size = check_batch_size(batch_size)
     if prompts_file is not None or out_file is not None:
         if prompts_file is None or out_file is None:
             missing = "prompts_file" if prompts_file is None else "out_file"
@@ -71,7 +75,14 @@ def generate(
                 )
         from litspec.jobs import run_job
 
-        return run_job(prompts_file, out_file, load=vars(load), num_samples=num_samples, **vars(settings))
+        return run_job(
+            prompts_file,
+            out_file,
+            load=vars(load),
+            num_samples=num_samples,
+            batch_size=batch_size,
+            **vars(settings),
+        )
     from litspec.llm import SpecLLM
     from litspec.report import TerminalTint
 

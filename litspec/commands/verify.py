@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from litspec.arguments import spelled_out
 from litspec.config import FLAG_DEFAULTS, FOR_TEXTS, GenerateConfig, LoadConfig
+from litspec.types import DrafterName
 
 # Openings that any language model can go on from.
 PROMPTS = (
@@ -96,6 +97,7 @@ def verify(
     from litspec.errors import InputError
 
     verify_width, seed = load.verify_width, settings.seed
+    assert seed is not None, "a flag gives a number"
     if verify_width < 2:
         raise InputError(f"verify_width must be at least 2, or there is nothing to verify, got {verify_width}")
     prompts = read_prompts(prompts_file)
@@ -106,11 +108,11 @@ def verify(
     from litspec.llm import SpecLLM
 
     llm = SpecLLM.load(**vars(load))
-    drafters = ["prompt_lookup", "suffix", "early_exit"]
+    drafters: list[DrafterName] = ["prompt_lookup", "suffix", "early_exit"]
     if llm.draft_name is not None:
         drafters.insert(0, "draft_model")
     sampled = dict(temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p)
-    modes = {"greedy": dict(temperature=0.0), "coupled": dict(sampler="coupled", **sampled)}
+    modes: dict[str, dict[str, Any]] = {"greedy": dict(temperature=0.0), "coupled": dict(sampler="coupled", **sampled)}
 
     console = Console(stderr=True)
     checks: list[Check] = []

@@ -167,7 +167,7 @@ class ModelDrafts:
             at = [place + done for place in places]
             kv_length = buffers.bucket(longest + done + r + n - 1)
             found.append(self._run(sampler, rows, at, inputs, n, runner, buffers, kv_length))
-            rows = torch.cat((rows, found[-1][0]), 1)[:, -r:]
+            rows = torch.cat((rows, found[-1][0]), 1)[:, -r:].contiguous()  # a graph knows its inputs' strides
             done += n
         if len(found) == 1:
             return found[0]
@@ -202,7 +202,11 @@ class ModelDrafts:
                 drawn.append(sampler.draw(allowed(logits[:, 0]), inputs.row(i, [token for token, _ in drawn])))
                 token = drawn[-1][0].unsqueeze(1)
                 idx, place = (torch.cat((idx[:, 1:], token), 1) if again else token), input_pos[:, i + 1]
-            q = [Distribution(*(None if x is None else x.unsqueeze(1) for x in each)) for _, each in drawn if each]
+            q = [
+                Distribution(each.probs.unsqueeze(1), None if each.ids is None else each.ids.unsqueeze(1))
+                for _, each in drawn
+                if each is not None
+            ]
             return torch.stack([token for token, _ in drawn], 1), concatenate(q) if q else None
 
         # Where each step's first row stands: one further each time, and behind the first rows at once for single ones.

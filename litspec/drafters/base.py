@@ -108,6 +108,13 @@ class Drafter(ABC):
             sampler: How the text is sampled; its `draw` gives a token and the distribution to report.
         """
 
+    def reserve(self, target: TargetSession) -> None:
+        """Makes room for the texts of an engine before the first of them.
+
+        Args:
+            target: One of its sessions.
+        """
+
     def propose_batch(
         self, sessions: Sequence[DraftSession], tokens: Sequence[int], input_pos: Sequence[int], k: Sequence[int]
     ) -> Sequence[Proposal]:

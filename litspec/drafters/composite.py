@@ -37,6 +37,9 @@ class LookupThenModel(Drafter):
     def cost(self, k: int) -> Cost:
         return self._model.cost(k)
 
+    def reserve(self, target: TargetSession) -> None:
+        self._model.reserve(target)
+
     def memory(self, max_length: int) -> int:
         return self._model.memory(max_length)
 

@@ -98,6 +98,9 @@ class DraftModel(Drafter):
     def cost(self, k: int) -> Cost:
         return Cost(k * self._step_bytes, k * self.model.config.n_layer)
 
+    def reserve(self, target: TargetSession) -> None:
+        self.pool(target)
+
     def memory(self, max_length: int) -> int:
         length = min(max_length, self.model.config.block_size) + self._width
         sizes = [block.attn.cache_shape(1, kv_bucket(length)) for block in self.model.transformer.h]

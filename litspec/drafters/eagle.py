@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -62,10 +62,10 @@ class EagleBlock(Block):
     def bind(self) -> None:
         super().bind()
         if hasattr(self, "norm_hidden"):  # not yet where a plain block has just been made
-            self._embedding_norm = cast(Function, bound(self.norm_1))
-            self._state_norm = cast(Function, bound(self.norm_hidden))
-            self._attention = cast(Callable[..., Tensor], bound(self.attn))
-            self._mlp_norm, self._feed_forward = cast(Function, bound(self.norm_2)), cast(Function, bound(self.mlp))
+            assert self.norm_2 is not None, "EAGLE's layer is Llama's"
+            self._embedding_norm, self._state_norm = bound(self.norm_1), bound(self.norm_hidden)
+            self._attention = bound(self.attn)
+            self._mlp_norm, self._feed_forward = bound(self.norm_2), bound(self.mlp)
 
     def forward(self, x: Tensor, step: Step, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Rows of embedding and state `(N, 2 * C)` to `(N, C)`."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from litspec.drafters.base import Proposal
 from litspec.errors import InputError
 from litspec.model import GPT, KVCache
+from litspec.model.gpt import Block
 from litspec.model.norm import RMSNormFunction
 from litspec.sampling import Distribution, Sampler, concatenate
 
@@ -34,7 +35,7 @@ class Layers(GPT):
     def __init__(self, config: Config, blocks: list[nn.Module] | None = None) -> None:
         super().__init__(config)
         if blocks is not None:
-            self.transformer.h = nn.ModuleList(blocks)
+            self.transformer.h = cast(Sequence[Block], nn.ModuleList(blocks))
             self.bind()
 
     def run(self, layer: int, x: Tensor, input_pos: int, cache: KVCache) -> Tensor:
@@ -43,8 +44,7 @@ class Layers(GPT):
         step = self._step(
             cache, cache.slots[input_pos : input_pos + 1], size, cache.bucket(input_pos + size), exact=False
         )
-        block = cast(Callable[..., Tensor], self._blocks[layer])
-        return block(x, step, cache.k[layer], cache.v[layer])
+        return self._blocks[layer](x, step, cache.k[layer], cache.v[layer])
 
 
 def load_layers(
@@ -97,7 +97,7 @@ def norm(weight: Tensor, eps: float, like: Tensor) -> RMSNormFunction:
 
 def embedding_of(model: GPT) -> nn.Embedding:
     """A model's embedding, raw: without a factor that the model itself may put on it."""
-    return cast(nn.Embedding, model.transformer["wte"])
+    return model.transformer.wte
 
 
 def head_bytes(model: GPT) -> int:

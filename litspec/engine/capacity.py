@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 CPU_SHARE, GPU_SHARE = 0.5, 0.9
 # Texts at the same time are tried in powers of two up to here, and no longer than so many seconds.
 MOST_SLOTS, SECONDS = 64, 5.0
+# Of each id of each row while tokens are drawn from all ids: probabilities of target and draft, and what is left over.
+DENSE_BYTES = 24
 # A number of texts is good enough where a text costs so much of what it does with the best number.
 GOOD_ENOUGH = 1.05
 
@@ -44,7 +46,9 @@ def cache_bytes(model: GPT, slots: int, positions: int) -> Counter[torch.device]
     return found
 
 
-def memory(placed: Placed, drafter: Drafter | None, slots: int, max_length: int) -> Counter[torch.device]:
+def memory(
+    placed: Placed, drafter: Drafter | None, slots: int, max_length: int, *, dense: bool = True
+) -> Counter[torch.device]:
     """Bytes that some texts take beside the weights, by device: keys and values, and the largest of their forwards.
 
     Args:
@@ -52,6 +56,8 @@ def memory(placed: Placed, drafter: Drafter | None, slots: int, max_length: int)
         drafter: Who drafts.
         slots: Texts at the same time.
         max_length: Tokens of the longest.
+        dense: Whether tokens are drawn from all ids, so that probabilities of all of them are held; else the most
+            likely token is taken, or one of the `top_k`.
     """
     model, config = placed.model, placed.model.config
     width = placed.verify_width
@@ -59,8 +65,9 @@ def memory(placed: Placed, drafter: Drafter | None, slots: int, max_length: int)
     itemsize = model.transformer.wte.weight.element_size()
     vocab_size, wide = config.padded_vocab_size, max(config.intermediate_size, config.n_embd)
     rows = slots * width
-    # The logits in their own type and in float32, and a probability for each of them.
-    verifying = rows * (vocab_size * (itemsize + 8) + 3 * wide * itemsize)
+    per_id = itemsize + (DENSE_BYTES if dense else 4 * (itemsize < 4))
+    verifying = rows * (vocab_size * per_id + 3 * wide * itemsize)
+    found[placed.device] += slots * vocab_size * itemsize  # what followed each prompt
     chunk = min(PREFILL_CHUNK, max_length)
     # Two widths of the MLP at once, the residual stream, queries, keys and values; a mask, and what it is made of.
     reading = chunk * (2 * wide + 6 * config.n_embd) * itemsize + chunk * kv_bucket(max_length) * (itemsize + 2)
@@ -72,12 +79,18 @@ def memory(placed: Placed, drafter: Drafter | None, slots: int, max_length: int)
 
 def slots_that_fit(placed: Placed, drafter: Drafter | None, max_length: int) -> int:
     """The most texts of so many tokens that the free memory holds, at least 1."""
-    alone, two = (memory(placed, drafter, slots, max_length) for slots in (1, 2))
-    fitting = []
-    for device in alone:
-        further = max(1, two[device] - alone[device])
-        fitting.append(1 + int((_free_bytes(device) - alone[device]) / further))
-    return max(1, min(fitting))
+    free = {device: _free_bytes(device) for device in memory(placed, drafter, 1, max_length)}
+
+    def fits(slots: int) -> bool:
+        return all(need <= free[device] for device, need in memory(placed, drafter, slots, max_length).items())
+
+    fitting, too_many = 1, 2
+    while too_many <= MOST_SLOTS * MOST_SLOTS and fits(too_many):
+        fitting, too_many = too_many, 2 * too_many
+    while too_many - fitting > 1:
+        middle = (fitting + too_many) // 2
+        fitting, too_many = (middle, too_many) if fits(middle) else (fitting, middle)
+    return fitting
 
 
 def slots_that_pay(placed: Placed, most: int = MOST_SLOTS) -> int:

@@ -171,6 +171,11 @@ class Engine:
                 if number in self._running:
                     self._end(*self._running[number][1:])
 
+    def reserve(self) -> None:
+        """Makes room for what the drafter keeps, before the first text."""
+        if self.drafter is not None:
+            self.drafter.reserve(self._cache.sessions[0])
+
     def time_rounds(self, drafter: Drafter, most: int, sampler: Sampler, count: int = 1) -> RoundCosts:
         """Measures what rounds cost, while no text runs.
 

@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from litspec.errors import InputError
 from litspec.model import GPT, KVCache
+from litspec.model.gpt import Block
 
 # Blocks are tried across these borders between K/V buckets: behind the first, sums over keys may get longer; behind
 # 512 the CPU's fused attention works in several chunks.
@@ -184,7 +185,7 @@ class _Trial:
         return _Seen([*([out.flatten(0, 1)] if logits else []), states.flatten(0, 1), *written])
 
 
-def _kind(block: nn.Module) -> tuple[object, ...]:
+def _kind(block: Block) -> tuple[object, ...]:
     """What decides which kernels a block runs."""
     modules = tuple((name, type(module).__name__) for name, module in block.named_modules())
     weights = tuple((name, p.shape, p.dtype, p.layout, _strides(p)) for name, p in block.named_parameters())

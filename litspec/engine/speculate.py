@@ -250,7 +250,8 @@ def propose(slots: Sequence[Slot]) -> dict[int, Proposal]:
         else:
             asked.setdefault(id(slot.drafter), []).append(slot)
     for members in asked.values():
-        together = type(members[0].drafter).propose_batch is not Drafter.propose_batch
+        drafter = members[0].drafter
+        together = drafter is not None and type(drafter).propose_batch is not Drafter.propose_batch
         for part in [members] if together else [[slot] for slot in members]:
             try:
                 for slot, proposal in zip(part, _asked(part), strict=True):
@@ -451,7 +452,7 @@ class Verification:
         some = next(each for each in own if each is not None)
         return Inputs.stacked([some if each is None else each for each in own])
 
-    def form(self, same: Sequence[Slot | None], proposals: dict[int, Proposal]) -> Distribution | None:
+    def form(self, same: list[Slot | None], proposals: dict[int, Proposal]) -> Distribution | None:
         """What the proposals of texts of one kind were drawn from, with a row for each proposal that there might be.
 
         None for who asks for none. All of it has one form, the widest that a text needs: so many candidates, or a
@@ -479,7 +480,9 @@ class Verification:
     def states(self, hidden: torch.Tensor | None) -> dict[int, torch.Tensor]:
         """By slot what the taps of its text saw, (rows, len(taps) * C), of what those of all texts saw."""
         found: dict[int, torch.Tensor] = {}
-        for slot in self._slots if hidden is not None else ():
+        if hidden is None:
+            return found
+        for slot in self._slots:
             own = hidden[slot.number - self._members.start]
             if slot.taps and slot.taps != self._taps:
                 parts = own.chunk(len(self._taps), dim=-1)
@@ -528,7 +531,7 @@ class Verification:
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
             fed = block.clamp(0, vocab_size - 1)
             result = model.verify(fed, input_pos, buffers, kv_length=kv_length, taps=taps)
-            logits, hidden = result if taps else (result, None)
+            logits, hidden = result if isinstance(result, tuple) else (result, None)
             outcomes = []
             for i, sampler in enumerate(samplers):
                 own, proposed = _of(logits, numbers[i]), _of(block, numbers[i])[:, 1:]

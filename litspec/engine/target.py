@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -33,15 +33,29 @@ class Placed(Protocol):
     model: GPT
     device: torch.device
     verify_width: int
-    rows: tuple[int, ...]
-    most_rows: int
     draft_model: GPT | None
     runner: Runner
     rank: int
     world_size: int
 
+    __dataclass_fields__: ClassVar[dict[str, Any]]  # each is a dataclass, of which `replace` makes variants
+
+    @property
+    def rows(self) -> tuple[int, ...]: ...
+
+    @property
+    def most_rows(self) -> int: ...
+
     @property
     def is_rank_zero(self) -> bool: ...
+
+    def wait_for_all(self) -> None:
+        """Says that this rank has done its share of many prompts; rank 0 returns when all have.
+
+        Raises:
+            LostRank: A rank died before it had.
+        """
+        ...
 
     def same(self, tokens: torch.Tensor) -> torch.Tensor:
         """The tokens that the target is about to run, made the same on every rank; may change them in place."""
@@ -169,7 +183,7 @@ class TargetSession:
         idx = self.placed.same(torch.tensor([prompt[start:end]], device=self.device))
         self.forget()
         result = self.model.prefill(idx, self.cache, start=start, chunk_size=PREFILL_CHUNK, taps=self._taps)
-        logits, hidden = result if self._taps else (result, None)
+        logits, hidden = result if isinstance(result, tuple) else (result, None)
         self._tokens = prompt[:end]
         self._logits = logits[0] if end == len(prompt) else None
         return None if hidden is None else hidden[0]
@@ -209,7 +223,7 @@ class TargetSession:
             kv_length=self.cache.bucket(input_pos + rows),
             taps=taps,
         )
-        logits, hidden = result if taps else (result, None)
+        logits, hidden = result if isinstance(result, tuple) else (result, None)
         return logits[0], None if hidden is None else hidden[0]
 
     def forget(self) -> None:

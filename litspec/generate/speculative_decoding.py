@@ -184,7 +184,8 @@ def _round(
         proposal = torch.cat((proposal, torch.where(alive, drafted, -1)))
         rows.append(q)
         finite.append(torch.where(nothing, 0.0, top))
-    q = None if not rows or rows[0] is None else concatenate(rows)
+    drawn = [row for row in rows if row is not None]  # all of them, or none
+    q = concatenate(drawn) if drawn else None
 
     # Verify: k + 1 rows of the target in one pass.
     positions = input_pos + torch.arange(k + 1, device=input_pos.device)
@@ -236,11 +237,12 @@ def _check_settings(
             f"tokens, got {max_returned_tokens}"
         )
     for name, model in (("draft", draft_model), ("target", target_model)):
+        max_seq_length: Any = model.max_seq_length  # a LitGPT model has it
         # The last token is returned but never fed.
-        if model.max_seq_length < max_returned_tokens - 1:
+        if max_seq_length < max_returned_tokens - 1:
             raise InputError(
                 f"The {name} model's max_seq_length must be at least max_returned_tokens - 1 = "
-                f"{max_returned_tokens - 1}, got {model.max_seq_length}"
+                f"{max_returned_tokens - 1}, got {max_seq_length}"
             )
         _check_can_verify(model, name)
 
@@ -287,7 +289,7 @@ def generate(
     """
     # Looked up when called: people replace these two functions in this module.
     module = sys.modules[__name__]
-    sample_kwargs = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    sample_kwargs: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     Sampling(**sample_kwargs)
     _check_settings(draft_model, target_model, prompt, max_returned_tokens, speculative_k)
     device, prompt_size = prompt.device, prompt.size(0)

@@ -4,6 +4,7 @@ Beside `out_file`, in the same folder:
 
     out_file                  one line for each text, in the order of the prompts
     out_file.stats.jsonl      for each of these lines one with its counts and times
+    out_file.summary.json     totals, when all texts are there
     out_file.job.json         what was asked: hashes of prompts and checkpoints, and the settings that decide the texts
     out_file.lock             there while a job runs, and locked by it
     out_file.rank1-0.part     texts of one of several ranks, until the first rank has put them in order; then removed

@@ -33,10 +33,11 @@ from litspec.jobs.disk import (
 from litspec.jobs.prompts import Prompts, Request
 
 FORMAT = 2
+SUMMARY = b'{\n  "texts": '  # how the file of totals begins
 SYNC_SECONDS = 1.0
 # The names of files that may be removed when a job is through, if their content is a job's too.
 PART = re.compile(r"rank\d+-\d+\.part")
-TEMPORARY = re.compile(r"job\.json\.[0-9a-f]{16}\.tmp")
+TEMPORARY = re.compile(r"(job|summary)\.json\.[0-9a-f]{16}\.tmp")
 
 
 class Answer(NamedTuple):
@@ -95,6 +96,7 @@ class JobFiles:
             raise InputError(f"The folder of out_file, {str(self.out.parent)!r}, does not exist; make it first.")
         self.stats = self._beside("stats.jsonl")
         self.job = self._beside("job.json")
+        self.summary = self._beside("summary.json")
         self.lock = self._beside("lock")
 
     def _beside(self, suffix: str) -> Path:
@@ -219,9 +221,36 @@ class JobFiles:
             ]
         return sorted(found)
 
+    def summarize(self) -> str:
+        """Writes the totals of a job that is through beside its texts; returns a line about them."""
+        records = [load_line(line) for line in whole_lines(self.stats)]
+        counted = [record for record in records if "new_tokens" in record]
+        summed = "new_tokens", "rounds", "proposed", "accepted"
+        totals = {name: sum(record.get(name, 0) for record in counted) for name in summed}
+        failed = [record for record in records if "error" in record]
+        total: dict[str, Any] = {"texts": len(records), "errors": len(failed)} | totals
+        if totals["proposed"]:
+            total["acceptance_rate"] = totals["accepted"] / totals["proposed"]
+        if totals["rounds"]:
+            total["mean_acceptance_length"] = (totals["new_tokens"] - len(counted)) / totals["rounds"]
+        if not os.path.lexists(self.summary) or begins_with(self.summary, SUMMARY):  # no file of somebody else's
+            write_atomically(self.summary, (json.dumps(total, indent=2) + "\n").encode())
+        parts = [f"{total['texts']} texts, {total['new_tokens']} tokens"]
+        if totals["proposed"]:
+            parts.append(f"acceptance rate {total['acceptance_rate']:.2f}")
+        if failed:
+            names = [str(record["id"]) for record in failed[:10]]
+            more = f" and {len(failed) - 10} more" if len(failed) > 10 else ""
+            parts.append(f"no text for prompt {', '.join(names)}{more}")
+        return f"All done: {'; '.join(parts)}."
+
     def remove_parts(self) -> None:
         """Removes what a job makes for a time: files of single ranks, and descriptions that were not finished."""
-        unfinished = [path for path in self._named(TEMPORARY) if begins_with(path, b'{\n  "format": ')]
+        unfinished = [
+            path
+            for path in self._named(TEMPORARY)
+            if begins_with(path, b'{\n  "format": ') or begins_with(path, SUMMARY)
+        ]
         for path in self.parts() + unfinished:
             path.unlink(missing_ok=True)
 
@@ -277,7 +306,8 @@ class PartFile:
     """
 
     def __init__(self, path: Path, job: int) -> None:
-        self._file: LineFile | None = LineFile(path, new=True)
+        self._file = LineFile(path, new=True)
+        self._closed = False
         self._file.append(as_line(dump({"job": job})))
         self._synced = time.monotonic()
 
@@ -288,12 +318,12 @@ class PartFile:
             self._synced = time.monotonic()
 
     def close(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
+        if not self._closed:
+            self._closed = True
             try:
-                file.sync()
+                self._file.sync()
             finally:
-                file.close()
+                self._file.close()
 
 
 class Parts:
@@ -340,8 +370,9 @@ class Parts:
 def _answer(found: Mapping[str, Any]) -> Answer | None:
     """The text that a line of a rank's file holds; None where it holds none."""
     number, line, stats = (found.get(name) for name in Answer._fields)
-    texts = isinstance(line, str) and isinstance(stats, str) and load_line(line.encode()) and load_line(stats.encode())
-    return Answer(number, line, stats) if texts and isinstance(number, int) else None
+    if not (isinstance(number, int) and isinstance(line, str) and isinstance(stats, str)):
+        return None
+    return Answer(number, line, stats) if load_line(line.encode()) and load_line(stats.encode()) else None
 
 
 def _is_about(found: Mapping[str, Any], request: Request) -> bool:

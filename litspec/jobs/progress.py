@@ -24,12 +24,16 @@ class Meter:
         done: Where the job stands.
         total: Its texts.
         shown: Whether there is anything to be seen.
+
+    Attributes:
+        running: Texts that are being generated now.
     """
 
     def __init__(self, done: Done, total: int, *, shown: bool = True) -> None:
         self._before, self._total, self._shown = done.lines, total, shown
         self._made = self._tokens = self._proposed = self._accepted = 0
         self._errors = done.errors
+        self.running = 0
         self._began = self._reported = time.monotonic()
         self._bar: Any = None
 
@@ -38,7 +42,8 @@ class Meter:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+            left = TextColumn("left")
+            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn(), left)
             self._bar = Progress(*columns, console=Console(stderr=True), refresh_per_second=4, transient=True)
             self._task = self._bar.add_task(self._numbers(), total=self._total, completed=self._before)
             self._bar.start()
@@ -69,7 +74,10 @@ class Meter:
         return f"{self._before + self._made}/{self._total} texts, {self._numbers()}"
 
     def _numbers(self) -> str:
-        numbers = [f"{self._tokens / max(time.monotonic() - self._began, 1e-9):.1f} tokens/s"]
+        seconds = max(time.monotonic() - self._began, 1e-9)
+        numbers = [f"{self._made / seconds:.1f} texts/s", f"{self._tokens / seconds:.1f} tokens/s"]
+        if self.running > 1:
+            numbers.append(f"{self.running} at a time")
         if self._proposed:
             numbers.append(f"acceptance rate {self._accepted / self._proposed:.2f}")
         if self._errors:
@@ -104,7 +112,7 @@ class Interrupts:
         self.stopping = True
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # Not print, in the middle of which this may have come.
-        os.write(2, b"litspec: SIGTERM: ending after the present text; a second one ends at once.\n")
+        os.write(2, b"litspec: SIGTERM: ending after the texts that have begun; a second one ends at once.\n")
 
     def _interrupt(self, *_: Any) -> None:
         if not self._held:

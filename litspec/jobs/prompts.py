@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ OVERRIDES = (
 )
 
 
-class Prompts(Sequence[Request]):
+class Prompts:
     """The texts that a file of prompts asks for.
 
     A file whose name ends in .jsonl or .ndjson holds a JSON object a line: "prompt", and as one likes "id" (a string or

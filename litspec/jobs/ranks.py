@@ -76,4 +76,5 @@ class Team:
         self.placed.wait_for_all()
 
     def _count(self, what: str, step: int = 0) -> int:
+        assert isinstance(self.placed, Replica), "only ranks that share the texts count"
         return self.placed.heartbeat.counter(f"job/{self._job}/{what}", step)

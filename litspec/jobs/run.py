@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from litspec.config import FLAG_DEFAULTS, GenerateConfig, LoadConfig, check_k
+from litspec.config import FLAG_DEFAULTS, FORMS, GenerateConfig, LoadConfig, check_batch_size, check_k
 from litspec.errors import InputError
 from litspec.jobs.deciding import deciding, resolved
 from litspec.jobs.disk import digest, dump, log
@@ -19,12 +19,13 @@ from litspec.jobs.files import Answer, Done, JobFiles, PartFile, Parts, Results
 from litspec.jobs.progress import Interrupts, Meter
 from litspec.jobs.prompts import Prompts, Request
 from litspec.jobs.ranks import Team
-from litspec.llm import SpecLLM, text_seed
+from litspec.llm import Completion, SpecLLM, text_seed
 from litspec.placement import LostRank, process_rank
 
 SOME_FAILED = 1
 TERMINATED = 128 + signal.SIGTERM
 MERGE_SECONDS = 0.1  # between two looks at what other ranks have written
+WINDOW = 16  # for each slot so many prompts are put in the order of their lengths
 
 
 def run_job(
@@ -33,6 +34,7 @@ def run_job(
     *,
     load: Mapping[str, Any],
     num_samples: int = 1,
+    batch_size: int | Literal["auto"] = "auto",
     **settings: Any,
 ) -> int:
     """Generates a text for every prompt of a file, or goes on with that.
@@ -45,6 +47,8 @@ def run_job(
         out_file: Where the texts go. It must not exist, or be what an earlier run of the same job left.
         load: Arguments of `SpecLLM.load`.
         num_samples: Texts for each prompt.
+        batch_size: The most texts that a rank generates at the same time; "auto" for as many as pay and as memory
+            holds. A text does not depend on it, and an interrupted job may go on with another.
         settings: Arguments of `SpecLLM.generate`; a line of `prompts_file` may say otherwise for itself.
 
     Returns:
@@ -55,6 +59,7 @@ def run_job(
         InputError: A file or setting that cannot be used, an `out_file` of another job or in use by another process, a
             full disk. What was finished before is kept.
     """
+    batch_size = check_batch_size(batch_size)
     load = vars(LoadConfig(**load))
     settings = vars(GenerateConfig(**{"seed": FLAG_DEFAULTS["seed"], **settings}))
     if settings["seed"] is None:
@@ -70,7 +75,7 @@ def run_job(
         if done.lines == len(prompts):
             if first:
                 files.remove_parts()
-                log(f"{str(files.out)!r} is complete, nothing is left to do.")
+                log(f"{str(files.out)!r} is complete, nothing is left to do. {files.summarize()}")
             return SOME_FAILED if done.errors and first else 0
         llm = SpecLLM.load(**load)
         if llm.placed.is_rank_zero and not first:
@@ -92,13 +97,14 @@ def run_job(
         if not job:
             return 0
         try:
-            _work(llm, team, prompts, files, done, results, settings, job)
+            _work(llm, team, prompts, files, done, results, settings, job, batch_size)
         except LostRank as error:
             raise InputError(f"{error} The same command resumes the job.") from error
         if results is None:
             return 0
         if results.next == len(prompts):
             files.remove_parts()
+            log(files.summarize())
             return SOME_FAILED if results.errors else 0
         if team.failed:
             raise InputError("Another rank could not go on, see its message; the same command resumes the job.")
@@ -114,6 +120,7 @@ def _work(
     results: Results | None,
     settings: Mapping[str, Any],
     job: int,
+    batch_size: int | Literal["auto"],
 ) -> None:
     """Generates what is missing, until all of it is there or somebody wants an end.
 
@@ -126,6 +133,7 @@ def _work(
         results: On the rank that leads, the files that it writes.
         settings: Arguments of `SpecLLM.generate`.
         job: A hash of all that decides the texts.
+        batch_size: See `run_job`.
     """
     parts = Parts(files, job)
     part: PartFile | None = None
@@ -147,21 +155,28 @@ def _work(
         try:
             parts.refresh()
             numbers = [number for number in team.share(prompts, done.lines) if number not in parts]
-            if team.sharing:
+            need = _longest(llm, [prompts[number] for number in numbers], settings)
+            slots = llm.slots_for(batch_size, len(numbers), need) if need else 1
+            if slots > 1:
+                numbers = _longest_first(prompts, numbers, slots)
+            if need:
+                llm.reserve(need, slots)
+            if team.sharing or (slots > 1 and results is not None):
+                # Texts end in another order than that of the prompts.
                 part = files.new_part(team.placed.rank, job)
-            _reserve(llm, [prompts[number] for number in numbers], settings)
             keep()
-            _generate(llm, team, prompts, numbers, settings, interrupts, keep)
+            _generate(llm, team, prompts, numbers, settings, slots, interrupts, meter, keep)
             if part is not None:
                 part.close()
                 part = None
-                while results is not None and results.next < len(prompts) and not team.stopped:
+                while team.sharing and results is not None and results.next < len(prompts) and not team.stopped:
                     time.sleep(MERGE_SECONDS)
                     parts.refresh()
                     keep()
                     if interrupts.stopping:
                         team.stop()
-                team.wait()
+                if team.sharing:
+                    team.wait()
                 parts.refresh()
                 keep()
         except BaseException as error:
@@ -185,45 +200,86 @@ def _generate(
     prompts: Prompts,
     numbers: Sequence[int],
     settings: Mapping[str, Any],
+    slots: int,
     interrupts: Interrupts,
+    meter: Meter,
     keep: Callable[[Answer], None],
 ) -> None:
-    """Generates this rank's texts one after the other, until it is through or somebody wants an end."""
+    """Generates this rank's texts, so many at the same time, until it is through or somebody wants an end.
+
+    Ranks that make each text together do so in lockstep: a rank that cannot keep a text ends with the others, when the
+    texts that run have ended.
+    """
     todo = iter(numbers)
-    while True:
-        if interrupts.stopping:
-            team.stop()
-        number = team.next(Team.STOP if team.stopped else next(todo, Team.END))
-        if number < 0:
-            return
-        answer = _answer(llm, prompts[number], number, settings)
+    failure: BaseException | None = None
+
+    def kept(answer: Answer) -> None:
+        nonlocal failure
         try:
-            keep(answer)
-        except BaseException:
-            team.next(Team.STOP)  # ranks that make each text together wait for the next one
-            raise
+            if failure is None:
+                keep(answer)
+        except BaseException as error:
+            if team.sharing or team.placed.world_size == 1:
+                raise
+            failure = error
+
+    def wanted() -> Iterator[tuple[int, str, GenerateConfig, int]]:
+        while True:
+            if interrupts.stopping or failure is not None:
+                team.stop()
+            number = team.next(Team.STOP if team.stopped else next(todo, Team.END))
+            if number < 0:
+                return
+            request = prompts[number]
+            try:
+                if request.error is not None:
+                    raise InputError(request.error)
+                config = _settings_of(request, settings)
+            except InputError as refused:
+                kept(_refused(request, number, str(refused)))
+                continue
+            meter.running += 1
+            yield number, request.prompt, config, request.index
+
+    try:
+        for number, result in llm.complete(wanted(), slots=slots):
+            meter.running -= 1
+            request = prompts[number]
+            if isinstance(result, InputError):
+                kept(_refused(request, number, str(result)))
+            else:
+                kept(_finished(request, number, result))
+    except torch.OutOfMemoryError as full:
+        # Not the prompts' fault, so nothing to write down: elsewhere there may be room for them.
+        raise InputError(
+            f"The device has no memory left for {slots} texts at the same time; run the same command again with a "
+            "smaller batch_size, other devices or another placement: what is finished is kept."
+        ) from full
+    if failure is not None:
+        raise failure
 
 
-def _answer(llm: SpecLLM, request: Request, number: int, settings: Mapping[str, Any]) -> Answer:
-    """Generates one text, or says why there is none."""
-    error = request.error
-    if error is None:
-        given = {**settings, **request.settings}
-        if request.sample:
-            # The first sample has the seed itself: asking for more samples does not change it.
-            given["seed"] = text_seed(given["seed"], request.sample)
-        try:
-            completion = llm.generate(request.prompt, index=request.index, **given)
-        except InputError as refused:
-            error = str(refused)
-        except torch.OutOfMemoryError as full:
-            # Not the prompt's fault, so nothing to write down: elsewhere there may be room for it.
-            raise InputError(
-                f"The device has no memory left for prompt {request.id!r}; run the same command again with other "
-                "devices or another placement: what is finished is kept."
-            ) from full
-    if error is not None:
-        return Answer(number, dump(request.head | {"error": error}), dump(request.head | {"error": True}))
+def _settings_of(request: Request, settings: Mapping[str, Any]) -> GenerateConfig:
+    """The settings of one text.
+
+    Raises:
+        InputError: A value is out of its range.
+    """
+    given = {**settings, **request.settings}
+    if not request.settings.keys().isdisjoint(FORMS):
+        # A line that says what form its text is to have says so alone.
+        given |= {name: request.settings.get(name) for name in FORMS}
+    if request.sample:
+        # The first sample has the seed itself: asking for more samples does not change it.
+        given["seed"] = text_seed(given["seed"], request.sample)
+    return GenerateConfig(**given)
+
+
+def _refused(request: Request, number: int, error: str) -> Answer:
+    return Answer(number, dump(request.head | {"error": error}), dump(request.head | {"error": True}))
+
+
+def _finished(request: Request, number: int, completion: Completion) -> Answer:
     line: dict[str, Any] = {
         "prompt": completion.prompt,
         "text": completion.text,
@@ -235,8 +291,21 @@ def _answer(llm: SpecLLM, request: Request, number: int, settings: Mapping[str, 
     return Answer(number, dump(request.head | line), dump(request.head | completion.stats.as_dict()))
 
 
-def _reserve(llm: SpecLLM, requests: Sequence[Request], settings: Mapping[str, Any]) -> None:
-    """Gives the pair caches at once that the longest text fits.
+def _longest_first(prompts: Prompts, numbers: Sequence[int], slots: int) -> list[int]:
+    """The order in which texts are begun: of so many neighbours the longest prompts first.
+
+    What is left to the end, when fewer texts run together, is short then. Not of all prompts, since the out file has
+    the prompts' own order and should grow while the job runs.
+    """
+    window = WINDOW * slots
+    found: list[int] = []
+    for start in range(0, len(numbers), window):
+        found += sorted(numbers[start : start + window], key=lambda number: -len(prompts[number].prompt or ""))
+    return found
+
+
+def _longest(llm: SpecLLM, requests: Sequence[Request], settings: Mapping[str, Any]) -> int:
+    """Tokens of the longest text, prompt and completion together, which the pair's caches should fit at once.
 
     One that is replaced as prompts grow would have to read again what they have in common. The longest are looked for
     among the prompts with most characters; should that miss one, the cache is replaced after all.
@@ -255,5 +324,4 @@ def _reserve(llm: SpecLLM, requests: Sequence[Request], settings: Mapping[str, A
                 need, fitting = max(need, size), fitting + 1
         if fitting == 4:
             break
-    if need:
-        llm.reserve(need)
+    return need

@@ -7,6 +7,7 @@ on how many masked slots are read behind it. That decides most of what looks unu
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import litgpt.model
 import torch
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from litgpt.config import Config
 from torch import Tensor
 
-from litspec.model.bound import bound
+from litspec.model.bound import bound, bound_if_any
 from litspec.model.kv_cache import MaskKind, Step
 from litspec.model.norm import RMSNorm, build_norm
 
@@ -120,6 +121,9 @@ class CausalSelfAttention(litgpt.model.CausalSelfAttention):
     config afterwards.
     """
 
+    norm_q: Any  # LitGPT's, ours, or that of a placement
+    norm_k: Any
+
     def __init__(self, config: Config, block_idx: int) -> None:
         super().__init__(config, block_idx)
         self.n_head, self.n_query_groups, self.head_size = config.n_head, config.n_query_groups, config.head_size
@@ -137,7 +141,7 @@ class CausalSelfAttention(litgpt.model.CausalSelfAttention):
     def bind(self) -> None:
         """Takes up the weights as they are now."""
         self._qkv, self._proj = bound(self.qkv), bound(self.proj)
-        self._norm_q, self._norm_k = bound(self.norm_q), bound(self.norm_k)
+        self._norm_q, self._norm_k = bound_if_any(self.norm_q), bound_if_any(self.norm_k)
 
     def cache_shape(self, batch_size: int, slots: int) -> tuple[int, int, int, int]:
         """Shape of this layer's K and V buffers, `(B, G, S, D)`."""
@@ -147,11 +151,11 @@ class CausalSelfAttention(litgpt.model.CausalSelfAttention):
         """Attention of the rows `x` `(N, C)`, whose keys and values are written first, `(N, C)`."""
         H, G, D = self.n_head, self.n_query_groups, self.head_size
         qk, v = self._qkv(x).split(((H + G) * D, G * D), dim=-1)
-        if self._norm_q is not None and not self.norm_per_head:
+        if self._norm_q is not None and self._norm_k is not None and not self.norm_per_head:
             q, k = qk.split((H * D, G * D), dim=-1)
             qk = torch.cat((self._norm_q(q), self._norm_k(k)), dim=-1)
         qk = qk.view(-1, H + G, D)
-        if self._norm_q is not None and self.norm_per_head:
+        if self._norm_q is not None and self._norm_k is not None and self.norm_per_head:
             qk = torch.cat((self._norm_q(qk[:, :H]), self._norm_k(qk[:, H:])), dim=1)
         cos, sin = step.rope[self.rope_idx]
         qk = rotate(qk, cos, sin) if self.rope_whole else self.rotate_part(qk, cos, sin)

@@ -11,10 +11,8 @@ from torch import Tensor, nn
 from litspec.model.norm import RMSNorm
 
 
-def bound(module: nn.Module | None) -> Callable[..., Tensor] | None:
-    """What calling the module comes to, with the weights and hooks that it has now; None where that is nothing."""
-    if module is None or type(module) is nn.Identity:
-        return None
+def bound(module: nn.Module) -> Callable[..., Tensor]:
+    """What calling the module comes to, with the weights and hooks that it has now."""
     if module._forward_hooks or module._forward_pre_hooks:
         return module.__call__
     if type(module) is nn.Linear:
@@ -26,3 +24,8 @@ def bound(module: nn.Module | None) -> Callable[..., Tensor] | None:
     if type(module) is RMSNorm:
         return module.bound()
     return module.forward
+
+
+def bound_if_any(module: nn.Module | None) -> Callable[..., Tensor] | None:
+    """The same; None where there is no module, or one that does nothing."""
+    return None if module is None or type(module) is nn.Identity else bound(module)

@@ -250,7 +250,7 @@ class DFlashNetwork(nn.Module):
             length,
             config.head_size,
             device=like.device,
-            base=config.rope_base,  # type: ignore[arg-type]  # LitGPT says int and takes any number
+            base=config.rope_base,  # LitGPT says int and takes any number
             extra_config=config.rope_extra,
         )
         half = config.head_size // 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol, cast, overload
 
 import litgpt.model
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from litspec.errors import InputError
 from litspec.model.attention import MAX_FOLDED_ROWS, CausalSelfAttention, MultiheadLatentAttention, mask_kind
-from litspec.model.bound import bound
+from litspec.model.bound import bound, bound_if_any
 from litspec.model.kv_cache import SMALLEST_COMPILED, KVCache, Step, kv_bucket
 from litspec.model.mlp import build_mlp
 from litspec.model.norm import build_norm
@@ -44,8 +44,9 @@ class Block(nn.Module):
 
     def bind(self) -> None:
         """Takes up the weights as they are now."""
-        self._norm_1, self._norm_2 = bound(self.norm_1), bound(self.norm_2)
-        self._post_attention_norm, self._post_mlp_norm = bound(self.post_attention_norm), bound(self.post_mlp_norm)
+        self._norm_1, self._norm_2 = bound_if_any(self.norm_1), bound_if_any(self.norm_2)
+        self._post_attention_norm = bound_if_any(self.post_attention_norm)
+        self._post_mlp_norm = bound_if_any(self.post_mlp_norm)
         self._attn, self._mlp = bound(self.attn), bound(self.mlp)
         self.attn.bind()
         self.mlp.bind()
@@ -62,6 +63,14 @@ class Block(nn.Module):
         return attended + (y if self._post_mlp_norm is None else self._post_mlp_norm(y))
 
 
+class Transformer(Protocol):
+    """The parts of a GPT under LitGPT's names: what the attributes of its `nn.ModuleDict` are."""
+
+    wte: nn.Embedding
+    h: Sequence[Block]
+    ln_f: nn.Module
+
+
 class GPT(nn.Module):
     """A decoder-only transformer with LitGPT's `Config` and parameter names, for inference.
 
@@ -73,13 +82,12 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=config.lm_head_bias)
-        self.transformer = nn.ModuleDict(
-            {
-                "wte": nn.Embedding(config.padded_vocab_size, config.n_embd),
-                "h": nn.ModuleList(Block(config, block_idx) for block_idx in range(config.n_layer)),
-                "ln_f": build_norm(config, config.n_embd),
-            }
-        )
+        parts = {
+            "wte": nn.Embedding(config.padded_vocab_size, config.n_embd),
+            "h": nn.ModuleList(Block(config, block_idx) for block_idx in range(config.n_layer)),
+            "ln_f": build_norm(config, config.n_embd),
+        }
+        self.transformer = cast(Transformer, nn.ModuleDict(parts))
         self.max_seq_length = config.block_size
         self._own_cache: KVCache | None = None
         self._rope: list[Tensor] = []
@@ -143,12 +151,21 @@ class GPT(nn.Module):
         k, v = [], []
         for block in self.transformer.h[:n_layer]:
             # Layers may lie on several devices, and their weights may be quantized; the embedding never is.
-            like = dict(dtype=self.transformer.wte.weight.dtype, device=next(block.parameters()).device)
+            like: dict[str, Any] = dict(dtype=self.transformer.wte.weight.dtype, device=next(block.parameters()).device)
             shape = block.attn.cache_shape(batch_size, size)
             k.append(torch.zeros(shape, **like))
             v.append(torch.zeros(shape, **like))
         rope = [table[:size] for table in self._rope_tables(size)]
         return KVCache(k, v, rope, max_seq_length, powers_of_two)
+
+    @overload
+    def prefill(
+        self, idx: Tensor, cache: KVCache, *, start: int = ..., chunk_size: int = ..., taps: tuple[()] = ...
+    ) -> Tensor: ...
+    @overload
+    def prefill(
+        self, idx: Tensor, cache: KVCache, *, start: int = ..., chunk_size: int = ..., taps: Sequence[int]
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
 
     @torch.no_grad()
     def prefill(
@@ -179,6 +196,33 @@ class GPT(nn.Module):
             tapped += hidden
         logits = self._head(x, last=1)
         return (logits, torch.cat(tapped, dim=1)) if taps else logits
+
+    @overload
+    def verify(
+        self,
+        idx: Tensor,
+        input_pos: Tensor,
+        cache: KVCache,
+        *,
+        kv_length: int | None = ...,
+        n_layer: int | None = ...,
+        last: int | None = ...,
+        taps: tuple[()] = ...,
+        exact: bool = ...,
+    ) -> Tensor: ...
+    @overload
+    def verify(
+        self,
+        idx: Tensor,
+        input_pos: Tensor,
+        cache: KVCache,
+        *,
+        kv_length: int | None = ...,
+        n_layer: int | None = ...,
+        last: int | None = ...,
+        taps: Sequence[int],
+        exact: bool = ...,
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
 
     @torch.no_grad()
     def verify(

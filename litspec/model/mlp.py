@@ -130,8 +130,13 @@ class LLaMAMoE(nn.Module):
         return y + self.shared_experts(x, exact) if self.config.n_shared_expert else y
 
 
-def build_mlp(config: Config, block_idx: int) -> nn.Module:
+def build_mlp(config: Config, block_idx: int) -> GptNeoxMLP | LLaMAMLP | LLaMAMoE:
     """The layer that the config names for a block; the first blocks of a mixture may be dense."""
-    classes = {"GptNeoxMLP": GptNeoxMLP, "LLaMAMLP": LLaMAMLP, "GemmaMLP": LLaMAMLP, "LLaMAMoE": LLaMAMoE}
+    classes: dict[str, type[GptNeoxMLP | LLaMAMLP | LLaMAMoE]] = {
+        "GptNeoxMLP": GptNeoxMLP,
+        "LLaMAMLP": LLaMAMLP,
+        "GemmaMLP": LLaMAMLP,
+        "LLaMAMoE": LLaMAMoE,
+    }
     dense = config.first_k_dense_replace is not None and block_idx < config.first_k_dense_replace
     return LLaMAMLP(config) if dense else classes[config.mlp_class_name](config)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from subprocess import Popen
+from typing import Any
 
 import torch.distributed as dist
 
@@ -154,7 +155,7 @@ def own_store(rank: int, share_int: Callable[[int], int]) -> dist.Store:
     """
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     timeout = timedelta(seconds=LOST_SECONDS)
-    options = dict(world_size=None, wait_for_workers=False, timeout=timeout)
+    options: dict[str, Any] = dict(world_size=None, wait_for_workers=False, timeout=timeout)
     store = dist.TCPStore(host, 0, is_master=True, **options) if rank == 0 else None
     port = share_int(0 if store is None else store.port)
     return store or dist.TCPStore(host, port, is_master=False, **options)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
@@ -130,7 +131,9 @@ class Meeting:
         if not host:
             self._reach()
         # The process group finds the same store again by its port: that is what multi_tenant means.
-        options = dict(timeout=timedelta(seconds=MEETING_SECONDS), wait_for_workers=False, multi_tenant=True)
+        options: dict[str, Any] = dict(
+            timeout=timedelta(seconds=MEETING_SECONDS), wait_for_workers=False, multi_tenant=True
+        )
         try:
             return dist.TCPStore(self._host, self._port, None, host, **options)
         except RuntimeError as error:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -77,7 +77,7 @@ def place(
     draft: Checkpoint | None,
     *,
     accelerator: str = "auto",
-    devices: int | str = 1,
+    devices: int | str | Sequence[int] = 1,
     num_nodes: int = 1,
     placement: PlacementName = "auto",
     precision: str | None = None,
@@ -128,7 +128,8 @@ def place(
     else:
         devices, num_nodes = _launched(devices, num_nodes)
     fabric = _fabric(accelerator=accelerator, devices=devices, num_nodes=num_nodes)
-    homes = fabric.strategy.parallel_devices if isinstance(fabric.strategy, ParallelStrategy) else [fabric.device]
+    homes = fabric.strategy.parallel_devices if isinstance(fabric.strategy, ParallelStrategy) else None
+    homes = homes or [fabric.device]
     ranks = len(homes) * num_nodes
     dtype = dtype_of(precision or os.environ.get("LT_PRECISION"), homes[0], "precision")
     if quantize is not None:
@@ -174,7 +175,8 @@ def place(
     if cut:
         heartbeat.needed = False
         return TensorParallel(*models, fabric.device, verify_width, rank, ranks, heartbeat)
-    return Replica(*models, fabric.device, verify_width, rank, ranks, _runner(fabric.device, compile), heartbeat)
+    runner = _runner(fabric.device, compile)
+    return Replica(*models, fabric.device, verify_width, rank, ranks, runner, heartbeat=heartbeat)
 
 
 def _runner(device: torch.device, compile: bool) -> Runner:
@@ -241,10 +243,15 @@ def process_rank() -> int:
     return env_int("LOCAL_RANK", 0) or env_int("NODE_RANK", 0)
 
 
-def _launched(devices: int | str, num_nodes: int) -> tuple[int | str, int]:
+def _launched(devices: int | str | Sequence[int], num_nodes: int) -> tuple[int | str | Sequence[int], int]:
     """The processes per machine and machines that a launcher started, where `devices` and `num_nodes` leave it open."""
     if devices not in (1, "1") or num_nodes != 1:
         return devices, num_nodes
+    return _by_launcher() or (devices, num_nodes)
+
+
+def _by_launcher() -> tuple[int, int] | None:
+    """The processes per machine and machines that a launcher started; None without one."""
     if TorchElasticEnvironment.detect():
         world = env_int("WORLD_SIZE")
         local = max(1, env_int("LOCAL_WORLD_SIZE", world))
@@ -252,11 +259,11 @@ def _launched(devices: int | str, num_nodes: int) -> tuple[int | str, int]:
     if SLURMEnvironment.detect():
         nodes = max(1, env_int("SLURM_NNODES", 1))
         return env_int("SLURM_NTASKS") // nodes, nodes
-    return devices, num_nodes
+    return None
 
 
 def _check_alone(placement: str, num_nodes: int) -> None:
-    local, nodes = _launched(1, 1)
+    local, nodes = _by_launcher() or (1, 1)
     if (processes := local * nodes * num_nodes) > 1:
         raise InputError(
             f"placement {placement!r} is one process on one machine, but there are {processes}; start it without a "
@@ -290,7 +297,7 @@ def _fabric(**settings: Any) -> Fabric:
 
 
 def _launch(
-    accelerator: str, devices: int | str, num_nodes: int, placement: str, ranks: int
+    accelerator: str, devices: int | str | Sequence[int], num_nodes: int, placement: str, ranks: int
 ) -> tuple[Fabric, Heartbeat]:
     """Starts the other processes, or meets them where they have been started."""
     meets = not dist.is_initialized() and not _under_fabric_run()
@@ -318,7 +325,7 @@ def _launch(
         if not meets:  # they have met already, or Fabric has seen to it
             _start(fabric)
             return fabric, _heartbeat(fabric.global_rank, ranks)
-        environment = fabric.strategy.cluster_environment
+        environment: Any = cast(DDPStrategy, fabric.strategy).cluster_environment
         environment.validate_settings(num_devices=ranks // num_nodes, num_nodes=num_nodes)
         heartbeat = _meet(Meeting(environment, ranks // num_nodes, num_nodes))
         _start(fabric)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from litspec.placement.heartbeat import Heartbeat
 from litspec.placement.single import Single
@@ -18,7 +18,7 @@ class Replica(Single):
         heartbeat: Tells when another rank has died.
     """
 
-    heartbeat: Heartbeat | None = None
+    heartbeat: Heartbeat = field(kw_only=True)
 
     def __post_init__(self) -> None:
         self.heartbeat.needed = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from lightning.fabric.plugins import BitsandbytesPrecision
@@ -110,8 +111,9 @@ def load_quantized(checkpoint: Checkpoint, device: torch.device, dtype: torch.dt
     Raises:
         InputError: int8 with another dtype than float16; weights that do not fit the model.
     """
+    short: Any = mode.removeprefix("bnb.")
     try:
-        plugin = BitsandbytesPrecision(mode.removeprefix("bnb."), dtype)
+        plugin = BitsandbytesPrecision(short, dtype)
     except ValueError as error:
         raise InputError(f"quantize = {mode!r} with {dtype}: {error}; set precision='16-true'.") from error
     with torch.device(device), plugin.module_init_context():
@@ -120,4 +122,4 @@ def load_quantized(checkpoint: Checkpoint, device: torch.device, dtype: torch.dt
         model.load_state_dict(read_state_dict(checkpoint))
     except RuntimeError as error:
         raise InputError(f"{str(checkpoint.weights)!r} does not fit model_config.yaml: {error}") from error
-    return plugin.convert_module(model).eval().requires_grad_(False)
+    return cast(GPT, plugin.convert_module(model)).eval().requires_grad_(False)

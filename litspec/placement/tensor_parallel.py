@@ -24,6 +24,7 @@ from litspec.checkpoint import Checkpoint, load_weights
 from litspec.engine.runner import Runner
 from litspec.errors import InputError
 from litspec.model import GPT
+from litspec.model.norm import RMSNorm
 from litspec.placement.heartbeat import Heartbeat, LostRank
 
 
@@ -125,7 +126,9 @@ class AcrossRanksRMSNorm(nn.Module):
         shares: For each of this rank's heads, the part of its squares that this rank adds to the sum.
     """
 
-    def __init__(self, norm: nn.Module, size: int, shares: list[float]) -> None:
+    shares: Tensor
+
+    def __init__(self, norm: RMSNorm, size: int, shares: list[float]) -> None:
         super().__init__()
         self.weight = norm.weight
         self.eps = norm.eps
