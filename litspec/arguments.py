@@ -31,6 +31,9 @@ _WORDS: dict[Any, str] = {
     list[str]: "a list of strings",
     Sequence[str]: "a list of strings",
     Sequence[int]: "a list of whole numbers",
+    Sequence[str | Sequence[int]]: "a list of strings or of lists of token ids",
+    Mapping[int | str, float]: "an object of tokens and numbers",
+    Mapping[str, Any]: "an object",
 }
 _LINE_WIDTH = 120
 
@@ -70,6 +73,9 @@ def _fits(value: Any, hint: Any) -> bool:
     if isinstance(origin, type) and issubclass(origin, Sequence):
         is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
         return is_list and all(_fits(item, args[0]) for item in value)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        is_mapping = isinstance(value, Mapping)
+        return is_mapping and all(_fits(key, args[0]) and _fits(item, args[1]) for key, item in value.items())
     if hint is Any:
         return True
     if hint is int:

@@ -13,14 +13,15 @@ Where a flag cannot give all that Python can, `flag` is the flag's type.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from litspec.arguments import checked, hints_of
+from litspec.arguments import checked, hints_of, shown
 from litspec.errors import InputError
-from litspec.types import DrafterName, DraftPlacementName, PlacementName, Precision, Quantize, SamplerName
+from litspec.types import DrafterName, DraftPlacementName, LogprobsMode, PlacementName, Precision, Quantize, SamplerName
 
 if TYPE_CHECKING:
     from litspec.drafters.base import Drafter
@@ -29,6 +30,23 @@ Decides = Literal["texts", "proposals", "placing"]
 
 # The commands' defaults where they are not Python's: as LitGPT's, and a text can be had again.
 FLAG_DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "seed": 1234}
+# Settings of one's own texts, which commands that measure or compare do not offer.
+FOR_TEXTS = (
+    "min_p",
+    "logit_bias",
+    "bad_words",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "json_schema",
+    "regex",
+    "grammar",
+    "response_format",
+    "logprobs",
+    "logprobs_mode",
+)
+# Those of them that say what form a text is to have.
+FORMS = ("json_schema", "regex", "grammar", "response_format")
 
 
 def _about(decides: Decides, help: str, **more: Any) -> dict[str, Any]:
@@ -182,6 +200,48 @@ class GenerateConfig:
             "Only the most likely tokens that hold this probability together, in [0, 1]; 0 is greedy, 1 takes all.",
         ),
     )
+    min_p: float = field(
+        default=0.0,
+        metadata=_about(
+            "texts",
+            "Only tokens of at least this share of the most likely one's probability, in [0, 1]; 0 takes all. It comes "
+            "last: bias and bans, penalties, top_k, temperature, top_p, min_p.",
+        ),
+    )
+    logit_bias: Mapping[int | str, float] | None = field(
+        default=None,
+        metadata=_about(
+            "texts",
+            "What is added to the logits of tokens, in [-100, 100], by token: its id (a number, or its digits) or its "
+            'text, such as {"42": -5, " the": 2.5}.',
+        ),
+    )
+    bad_words: str | Sequence[str | Sequence[int]] | None = field(
+        default=None,
+        metadata=_about(
+            "texts",
+            "A word, or several (repeat the flag), that must not come, spelled as the tokenizer does with and without "
+            "a space before it; in Python and in files also lists of token ids. Where the text, or the prompt, ends "
+            "with all tokens of a word but the last, that one has probability 0.",
+            flag=list[str] | None,
+        ),
+    )
+    repetition_penalty: float = field(
+        default=1.0,
+        metadata=_about(
+            "texts",
+            "Divides the positive logits of tokens that stand in the prompt or the text, and multiplies the negative "
+            "ones; 1 changes nothing.",
+        ),
+    )
+    presence_penalty: float = field(
+        default=0.0,
+        metadata=_about("texts", "Taken from the logits of tokens that stand in the text, in [-2, 2]."),
+    )
+    frequency_penalty: float = field(
+        default=0.0,
+        metadata=_about("texts", "Taken from the logit of a token as often as it stands in the text, in [-2, 2]."),
+    )
     seed: int | None = field(
         default=None,
         metadata=_about(
@@ -197,6 +257,53 @@ class GenerateConfig:
             "texts",
             "rejection accepts most proposals and keeps the target's distribution; coupled makes a sampled text the "
             "same for every drafter and every k, as a greedy text always is.",
+        ),
+    )
+    json_schema: str | Mapping[str, Any] | None = field(
+        default=None,
+        metadata=_about(
+            "texts",
+            "The text is to be JSON of this schema, and ends with it: an object, or a file that holds one. Keys come "
+            "in the schema's order, with spaces as Python's json.dumps has them. Needs the extra `structured` "
+            "(llguidance), as do the next three.",
+        ),
+    )
+    regex: str | None = field(
+        default=None,
+        metadata=_about(
+            "texts", "The text is to match this regular expression as a whole; @FILE takes it from a file."
+        ),
+    )
+    grammar: str | None = field(
+        default=None,
+        metadata=_about(
+            "texts",
+            "The text is to follow this grammar in Lark's notation, from its rule `start` on; @FILE takes it from a "
+            "file.",
+        ),
+    )
+    response_format: Mapping[str, Any] | None = field(
+        default=None,
+        metadata=_about(
+            "texts",
+            'The same as OpenAI\'s API has it: {"type": "json_object"}, or {"type": "json_schema", "json_schema": '
+            '{"schema": {...}}}.',
+        ),
+    )
+    logprobs: int | None = field(
+        default=None,
+        metadata=_about(
+            "texts",
+            "Return the log-probability of each token, and of so many of the most likely ones in its place (0 for none "
+            "of these), at most 100.",
+        ),
+    )
+    logprobs_mode: LogprobsMode = field(
+        default="raw",
+        metadata=_about(
+            "texts",
+            "raw is the model's own log-probability, before anything is done to its logits; processed is that of the "
+            "distribution that tokens are drawn from (for a greedy text, after bias, bans and penalties).",
         ),
     )
     speculative_k: int | Literal["auto"] = field(
@@ -225,7 +332,11 @@ class GenerateConfig:
             raise InputError(
                 f"min_new_tokens must be in [0, max_new_tokens = {self.max_new_tokens}], got {self.min_new_tokens}"
             )
-        check_sampling(self.temperature, self.top_k, self.top_p)
+        check_sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+        self._check_penalties()
+        self._read_form()
+        if self.logprobs is not None and not 0 <= self.logprobs <= 100:
+            raise InputError(f"logprobs must be in [0, 100], or None for none, got {self.logprobs}")
         if self.speculative_k != "auto" and self.speculative_k < 0:
             raise InputError(
                 f"speculative_k must be 'auto' or a whole number of at least 0, got {self.speculative_k!r}"
@@ -238,8 +349,61 @@ class GenerateConfig:
                 raise InputError(f"The stop string {stop!r} can never come: it holds half of a surrogate pair.")
         object.__setattr__(self, "stop", stops)
 
+    def _read_form(self) -> None:
+        """Puts the content of files in the place of their names: a text depends on that."""
+        given = [name for name in FORMS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise InputError(f"A text has one form: give {' or '.join(given)}, not both.")
+        for name in ("regex", "grammar"):
+            if (value := getattr(self, name)) is not None and names_file(name, value):
+                content = _content(name, value[1:]).removesuffix("\n")
+                if names_file(name, content):
+                    # Written so that it is not taken for a file's name when the settings are copied.
+                    content = ("\\" if name == "regex" else "\n") + content
+                object.__setattr__(self, name, content)
+        if isinstance(schema := self.json_schema, str):
+            text = _content("json_schema", schema.removeprefix("@")) if names_file("json_schema", schema) else schema
+            try:
+                schema = json.loads(text)
+            except ValueError as error:
+                raise InputError(f"json_schema is not JSON: {error}.") from error
+            if not isinstance(schema, dict):
+                raise InputError(f"json_schema must be an object, got {shown(schema)}")
+            object.__setattr__(self, "json_schema", schema)
 
-def check_sampling(temperature: float, top_k: int | None, top_p: float) -> None:
+    def _check_penalties(self) -> None:
+        for token, bias in (self.logit_bias or {}).items():
+            if not -100 <= bias <= 100:
+                raise InputError(f"logit_bias must be in [-100, 100], got {bias} for {token!r}")
+            if token == "":
+                raise InputError("logit_bias names an empty string; give a token's id or its text.")
+        words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ())
+        if any(len(word) == 0 for word in words):
+            raise InputError("bad_words holds an empty word; give at least one character, or one token id.")
+        object.__setattr__(self, "bad_words", words)
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise InputError(f"repetition_penalty must be above 0 (1 changes nothing), got {self.repetition_penalty}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                raise InputError(f"{name} must be in [-2, 2] (0 changes nothing), got {getattr(self, name)}")
+
+
+def names_file(name: str, value: str) -> bool:
+    """Whether the value of a setting is the name of a file that holds it."""
+    if name == "json_schema":
+        return not value.lstrip().startswith("{")
+    return name in ("regex", "grammar") and value.startswith("@")
+
+
+def _content(name: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not valid UTF-8"
+        raise InputError(f"{name} names the file {path!r}, which cannot be read: {reason}.") from error
+
+
+def check_sampling(temperature: float, top_k: int | None, top_p: float, min_p: float = 0.0) -> None:
     """The ranges of what shapes a distribution.
 
     Raises:
@@ -249,6 +413,8 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float) -> None:
         raise InputError(f"temperature must be a number of at least 0 (0 is greedy), got {temperature}")
     if not 0 <= top_p <= 1:
         raise InputError(f"top_p must be in [0, 1], got {top_p}")
+    if not 0 <= min_p <= 1:
+        raise InputError(f"min_p must be in [0, 1], got {min_p}")
     if top_k is not None and top_k < 1:
         raise InputError(f"top_k must be at least 1, or None for all tokens, got {top_k}")
 

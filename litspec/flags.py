@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
 from docstring_parser import parse
@@ -40,6 +41,7 @@ class Value:
         self.hint = hint
         self.parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
         self.repeats = list[str] in self.parts
+        self.is_object = any(get_origin(part) is Mapping for part in self.parts)
 
     def __call__(self, given: Any) -> Any:
         """The value; one that has been made already stays as it is.
@@ -53,6 +55,11 @@ class Value:
             except InputError as error:
                 quote = " (put it in quotes)" if str in self.parts or self.repeats else ""
                 raise BadValue(f"{error}{quote}") from None
+        if self.is_object and given.lstrip().startswith("{"):
+            try:
+                return self(json.loads(given))
+            except ValueError as error:
+                raise BadValue(f"{self.name} is not JSON: {error}.") from None
         if any(given in get_args(part) for part in self.parts if get_origin(part) is Literal):
             return given
         if type(None) in self.parts and str not in self.parts and not self.repeats and given.lower() in _NULLS:

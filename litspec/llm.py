@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -24,8 +25,11 @@ from litspec.engine.costs import modelled
 from litspec.engine.engine import Engine, Request
 from litspec.engine.runner import CompiledRunner, Runner
 from litspec.engine.sequence import Block
-from litspec.engine.target import Placed
+from litspec.engine.target import PREFILL_CHUNK, Placed
 from litspec.errors import InputError
+from litspec.grammar import Grammar, Grammars, form_of
+from litspec.logits import LogitsProcessor, rules_of
+from litspec.logprobs import Logprobs, TokenLogprobs, measure
 from litspec.model.packed import PackedLinear
 from litspec.placement.place import place
 from litspec.report import Piece, Pieces, Stats, make_stats, plot_acceptance, to_html
@@ -53,6 +57,7 @@ class Completion:
         drafted: For each token, whether a drafter proposed it (else it is the target's own).
         blocks: What each round committed, the prefill first.
         pieces: The text, cut where its origin may change; joined they are the text.
+        logprobs: Of each token, where they were asked for; else None.
     """
 
     prompt: str
@@ -63,6 +68,7 @@ class Completion:
     drafted: list[bool] = field(repr=False)
     blocks: list[Block] = field(repr=False)
     pieces: list[Piece] = field(default_factory=list, repr=False)
+    logprobs: list[TokenLogprobs] | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         return self.text
@@ -77,6 +83,34 @@ class Completion:
             InputError: Without matplotlib.
         """
         return plot_acceptance(self.blocks, self.stats)
+
+
+@dataclass(frozen=True)
+class Score:
+    """How likely the target finds a text.
+
+    Attributes:
+        text: The text.
+        logprobs: Of each token that was scored.
+    """
+
+    text: str
+    logprobs: list[TokenLogprobs] = field(repr=False)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens that were scored."""
+        return [each.token_id for each in self.logprobs]
+
+    @property
+    def logprob(self) -> float:
+        """Of all of them together, the natural logarithm."""
+        return math.fsum(each.logprob for each in self.logprobs)
+
+    @property
+    def perplexity(self) -> float:
+        """exp(-logprob / number of tokens)."""
+        return math.exp(-self.logprob / len(self.logprobs))
 
 
 def text_seed(seed: int, index: int) -> int:
@@ -143,6 +177,7 @@ class SpecLLM:
         self._embedded = embedded
         self._published = published
         self._idle: Engine | None = None  # the last texts', kept for its memory and its prompts
+        self._grammars: Grammars | None = None  # made for the first text that asks for one
         self._paying: int | None = None  # texts at the same time that pay
         # What rounds cost, and how many proposals were accepted so far, by drafter and how tokens are chosen.
         self._costs: dict[tuple[object, ...], RoundCosts] = {}
@@ -253,6 +288,8 @@ class SpecLLM:
     @overload
     def generate(self, prompt: str, *, stream: Literal[True], **settings: Any) -> TextStream: ...
     @overload
+    def generate(self, prompt: str, *, num_samples: int, **settings: Any) -> Completion | list[Completion]: ...
+    @overload
     def generate(self, prompt: Sequence[str], *, stream: Literal[False] = ..., **settings: Any) -> list[Completion]: ...
 
     @spelled_out(settings=GenerateConfig)
@@ -263,6 +300,7 @@ class SpecLLM:
         *,
         stream: bool = False,
         index: int = 0,
+        num_samples: int = 1,
         batch_size: int | Literal["auto"] = "auto",
     ) -> Completion | TextStream | list[Completion]:
         """Generates the target's own text, sooner.
@@ -273,7 +311,8 @@ class SpecLLM:
             stream: Return an iterator of pieces of the text instead.
             index: Of this text among many: with the seed it makes the text's own random stream. The texts of a list are
                 counted on from it.
-            batch_size: Of several prompts, the most that are generated at the same time; "auto" for as many as pay and
+            num_samples: How many texts to write for one prompt, which come as a list; they are counted on from `index`.
+            batch_size: Of several texts, the most that are generated at the same time; "auto" for as many as pay and
                 as memory holds. A text does not depend on it.
 
         Raises:
@@ -282,14 +321,20 @@ class SpecLLM:
         prompt = checked("prompt", prompt, str | Sequence[str])
         stream, index = checked("stream", stream, bool), checked("index", index, int)
         batch_size = check_batch_size(batch_size)
+        num_samples = checked("num_samples", num_samples, int)
+        if num_samples < 1:
+            raise InputError(f"num_samples must be at least 1, got {num_samples}")
+        if num_samples > 1 and (stream or not isinstance(prompt, str)):
+            other = "stream=True" if stream else "a list of prompts"
+            raise InputError(f"num_samples = {num_samples} is for one prompt, and does not go with {other}.")
         if not isinstance(prompt, str) and stream:
             raise InputError("stream=True takes one prompt, not a list; stream them one after the other.")
         if settings.seed is None:
             settings = replace(settings, seed=self.placed.share_int(int(torch.randint(2**62, ()))))
         # Checked and encoded now, so that a mistake shows here and not at the first piece.
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        prompts = [prompt] * num_samples if isinstance(prompt, str) else list(prompt)
         texts = [self._prepare(each, settings, index + i) for i, each in enumerate(prompts)]
-        if isinstance(prompt, str):
+        if isinstance(prompt, str) and num_samples == 1:
             alone = TextStream(self._stream(texts[0]))
             if stream:
                 return alone
@@ -306,6 +351,52 @@ class SpecLLM:
                 raise result
             completions[i] = result
         return [completions[i] for i in range(len(texts))]
+
+    @torch.inference_mode()
+    def score(self, text: str, *, prompt: str | None = None, sys_prompt: str | None = None, logprobs: int = 0) -> Score:
+        """How likely the target finds a given text.
+
+        Args:
+            text: The text, taken as it is: no prompt style is applied to it.
+            prompt: What stands before it, in the checkpoint's prompt style, and is not scored. Without it the text is
+                scored from its second token on, or from its first behind a BOS token.
+            sys_prompt: See `generate`.
+            logprobs: How many of the most likely tokens to tell in each place.
+
+        Raises:
+            InputError: A ValueError; there is no token to score, or the text is too long for the model.
+        """
+        text, logprobs = checked("text", text, str), checked("logprobs", logprobs, int)
+        if not 0 <= logprobs <= 100:
+            raise InputError(f"logprobs must be in [0, 100], got {logprobs}")
+        if prompt is None:
+            ids = self.codec.encode_text(text).tolist()
+            begin = 1
+        else:
+            ids = self.codec.encode(checked("prompt", prompt, str), sys_prompt).tolist()
+            begin = len(ids)
+            ids += self.codec.encode_alone(text)
+        if max(ids) >= (size := self.placed.model.config.padded_vocab_size):
+            raise InputError(f"The text has the token {max(ids)}; the model's vocabulary ends before {size}.")
+        if len(ids) <= begin:
+            raise InputError(f"The text {text!r} has no token to score; give a longer one, or a prompt before it.")
+        block_size = self.placed.model.config.block_size
+        if len(ids) > block_size:
+            raise InputError(f"There are {len(ids)} tokens to read, but the model's block_size is {block_size}.")
+        device, model = self.placed.device, self.placed.model
+        cache = model.make_cache(len(ids), width=1)
+        found: list[TokenLogprobs] = []
+        wanted = Logprobs(logprobs)
+        for start in range(0, len(ids) - 1, PREFILL_CHUNK):
+            chunk = ids[start : min(start + PREFILL_CHUNK, len(ids) - 1)]
+            end = start + len(chunk)
+            idx = self.placed.same(torch.tensor([chunk], device=device))
+            input_pos = torch.tensor([start], device=device)
+            logits = model.verify(idx, input_pos, cache, kv_length=cache.bucket(end), exact=False)
+            following = torch.tensor(ids[start + 1 : end + 1], device=device)
+            measured = measure(logits[0].float().log_softmax(-1), None, following, logprobs)
+            found += wanted.unpack(wanted.pack(measured, len(chunk)).tolist(), following.tolist())
+        return Score(text, found[begin - 1 :])
 
     def complete(
         self, texts: Iterable[tuple[T, str, GenerateConfig, int]], *, slots: int = 1
@@ -354,7 +445,7 @@ class SpecLLM:
         if self.drafter is not None:
             check_k(settings.speculative_k, self.verify_width)
         max_new_tokens, min_new_tokens = settings.max_new_tokens, settings.min_new_tokens
-        sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, settings.sampler)
+        sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, settings.sampler, settings.min_p)
         ids = self.codec.encode(prompt, settings.sys_prompt).tolist()
         block_size = self.placed.model.config.block_size
         if len(ids) + max_new_tokens > block_size:
@@ -365,28 +456,39 @@ class SpecLLM:
         stop_tokens = self.codec.stop_tokens
         stop_ids = self._stop_ids
         tokens_stop = StopTokens(stop_tokens, ignore_first=min_new_tokens)
+        vocab_size = self.placed.model.config.padded_vocab_size
         strings = None
         if settings.stop:
-            special, vocab_size = self.codec.special_tokens, self.placed.model.config.padded_vocab_size
+            special = self.codec.special_tokens
             detokenizer = self.codec.detokenizer(after=ids)
             strings = StopStrings(settings.stop, detokenizer, min_new_tokens, special=special, vocab_size=vocab_size)
         if settings.seed is None:
             raise ValueError("a seed is chosen before a text is prepared")
+        rules = rules_of(settings, self.codec)
+        grammar = None
+        if (form := form_of(settings)) is not None:
+            if self._grammars is None:
+                self._grammars = Grammars(self.codec, stop_ids)
+            grammar = self._grammars.make(form)
         sampler = make_sampler(
             sampling,
             seed=text_seed(settings.seed, index),
             # Compiled steps hold what bans them in any case, so that all texts share them.
             banned=stop_ids if min_new_tokens or self.runner.compiles else [],
             banned_until=len(ids) + min_new_tokens if min_new_tokens else 0,
+            processor=LogitsProcessor(rules, ids, vocab_size, grammar) if rules or grammar else None,
+            logprobs=None if settings.logprobs is None else Logprobs(settings.logprobs, settings.logprobs_mode),
         )
+        stops = [stop for stop in (tokens_stop, strings, grammar) if stop is not None]
         return _Prepared(
             prompt,
             ids,
             len(ids) + max_new_tokens,
-            tokens_stop if strings is None else FirstOf(tokens_stop, strings),
+            FirstOf(*stops) if len(stops) > 1 else tokens_stop,
             strings,
             sampler,
             0 if self.drafter is None else settings.speculative_k,
+            grammar,
         )
 
     @property
@@ -477,7 +579,9 @@ class SpecLLM:
 
     def _add(self, prepared: _Prepared, engine: Engine) -> _Writing:
         choose_k = self._choose_k(prepared.speculative_k, prepared.sampler, engine)
-        request = Request(prepared.ids, prepared.max_length, prepared.stop, prepared.sampler, choose_k)
+        request = Request(
+            prepared.ids, prepared.max_length, prepared.stop, prepared.sampler, choose_k, prepared.grammar
+        )
         # The text goes on from the prompt: a space that begins it is kept, whatever the tokenizer.
         text = Pieces(self.codec.detokenizer(after=prepared.ids))
         return _Writing(prepared, request, engine.add(request), text)
@@ -553,6 +657,7 @@ class _Prepared:
     strings: StopStrings | None
     sampler: Sampler
     speculative_k: int | Literal["auto"]
+    grammar: Grammar | None
 
 
 class _Writing:
@@ -576,6 +681,7 @@ class _Writing:
         self._text = text
         self._token_ids: list[int] = []
         self._drafted: list[bool] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._blocks: list[Block] = []
         self._pieces: list[Piece] = []
         self._finish_reason: FinishReason | None = None
@@ -596,6 +702,7 @@ class _Writing:
         self._blocks.append(block)
         self._token_ids += block.tokens
         self._drafted += block.drafted
+        self._logprobs += block.logprobs
         self._text.push(block.tokens, block.drafted)
         self._finish_reason = block.finish_reason
         if self.ended:
@@ -610,7 +717,7 @@ class _Writing:
         self._text.flush()
         if strings is not None and self._finish_reason == "length" and (kept := strings.finish()) is not None:
             self._finish_reason = "stop"
-            del self._token_ids[kept:], self._drafted[kept:]
+            del self._token_ids[kept:], self._drafted[kept:], self._logprobs[kept:]
         cut = strings is not None and strings.found
         return self._release(strings.safe_chars if strings is not None and cut else self._text.char_count)
 
@@ -640,4 +747,5 @@ class _Writing:
             self._drafted,
             self._blocks,
             self._pieces,
+            None if self._prepared.sampler.logprobs is None else self._logprobs,
         )

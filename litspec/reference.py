@@ -22,7 +22,8 @@ def propose(draft: Model, text: list[int], k: int, sampler: Sampler) -> tuple[li
     q = []
     for _ in range(k):
         logits = draft(torch.tensor(text + proposal))[-1:]
-        token, distribution = sampler.draw(logits, len(text) + len(proposal))
+        inputs = sampler.inputs(logits.device, len(text + proposal)).after(torch.tensor(proposal, dtype=torch.int64))
+        token, distribution = sampler.draw(logits, inputs)
         proposal.append(int(token))
         q.append(distribution)
     return proposal, q
@@ -55,4 +56,5 @@ def generate(
             if token in stop_ids:
                 return text[len(prompt) :]
             text.append(token)
+            sampler.commit([token])
     return text[len(prompt) :]

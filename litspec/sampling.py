@@ -19,19 +19,23 @@ import torch.nn.functional as F
 
 from litspec.arguments import checked, hints_of
 from litspec.config import check_sampling
+from litspec.logits import Context, LogitsProcessor, adjusted
+from litspec.logprobs import Logprobs, Measured, measure
 from litspec.noise import gumbel_noise, position_keys, seed_words, uniform_noise
 from litspec.types import SamplerName
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen from logits, applied in LitGPT's order: top-k, temperature, top-p.
+    """How tokens are chosen from logits, applied in LitGPT's order: top-k, temperature, top-p; then min-p.
 
     Attributes:
         temperature: Divides the logits; 0 takes the most likely token (greedy).
         top_k: Only the k most likely tokens; None for all.
         top_p: Only the most likely tokens that together hold this probability; 0 is greedy, 1 keeps all.
         sampler: "rejection" keeps most proposals; "coupled" makes the text independent of drafter and k.
+        min_p: Only tokens of at least this share of the most likely one's probability; 0 keeps all (Nguyen et al. 2024,
+            arXiv 2407.01082).
 
     Raises:
         InputError: For a value of another type or outside its range.
@@ -41,11 +45,12 @@ class Sampling:
     top_k: int | None = None
     top_p: float = 1.0
     sampler: SamplerName = "rejection"
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         for name, hint in hints_of(Sampling).items():
             object.__setattr__(self, name, checked(name, getattr(self, name), hint))
-        check_sampling(self.temperature, self.top_k, self.top_p)
+        check_sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
     @property
     def greedy(self) -> bool:
@@ -104,7 +109,7 @@ def concatenate(rows: Sequence[Distribution]) -> Distribution:
 
 
 def processed(logits: torch.Tensor, sampling: Sampling) -> Distribution:
-    """Softmax after top-k, temperature and top-p.
+    """Softmax after top-k, temperature, top-p and min-p.
 
     Args:
         logits: (..., R, V). An entry of -inf is a token of probability 0.
@@ -130,6 +135,9 @@ def processed(logits: torch.Tensor, sampling: Sampling) -> Distribution:
             keep = keep.scatter(-1, order, keep)
         probs = probs * keep
         probs = probs / probs.sum(-1, keepdim=True)
+    if sampling.min_p > 0:
+        probs = probs * (probs >= sampling.min_p * probs.amax(-1, keepdim=True))
+        probs = probs / probs.sum(-1, keepdim=True)
     return Distribution(probs, ids)
 
 
@@ -153,24 +161,41 @@ class Inputs(NamedTuple):
     Attributes:
         noise: The random numbers of each row, (..., R, n); n = 0 where nothing is drawn.
         early: Whether each row is too early in its text for the banned ids, (..., R) bool; None where none is banned.
+        context: What is known of each text before its first row; None where logits are taken as they are.
     """
 
     noise: torch.Tensor
     early: torch.Tensor | None = None
+    context: Context | None = None
 
-    def row(self, i: int) -> Inputs:
-        """Those of the i-th row of each text, one below the other."""
+    def row(self, i: int, before: Sequence[torch.Tensor] = ()) -> Inputs:
+        """Those of the i-th row of each text, one below the other.
+
+        Args:
+            i: Which row.
+            before: The tokens that were drawn for the rows before it, (number of texts,) each.
+        """
         noise = self.noise[..., i : i + 1, :].flatten(0, -2)
-        return Inputs(noise, None if self.early is None else self.early[..., i : i + 1].flatten())
+        early = None if self.early is None else self.early[..., i : i + 1].flatten()
+        if self.context is None:
+            return Inputs(noise, early)
+        context = self.context if self.context.batched else Context.stacked([self.context])
+        return Inputs(noise, early, context.row(i, torch.stack(tuple(before), -1) if before else None))
+
+    def after(self, tokens: torch.Tensor) -> Inputs:
+        """The same behind some tokens more of each text, (..., m) int64, which are not committed."""
+        return self if self.context is None else self._replace(context=self.context.after(tokens))
 
     @classmethod
     def stacked(cls, inputs: Sequence[Inputs]) -> Inputs:
         """Those of several texts whose samplers are of one kind, as those of a batch."""
+        contexts = [each.context for each in inputs if each.context is not None]
+        context = Context.stacked(contexts) if contexts else None
         if len(inputs) == 1:
-            noise, alone = inputs[0]
-            return cls(noise.unsqueeze(0), None if alone is None else alone.unsqueeze(0))
+            noise, alone, _ = inputs[0]
+            return cls(noise.unsqueeze(0), None if alone is None else alone.unsqueeze(0), context)
         early = [each.early for each in inputs if each.early is not None]
-        return cls(torch.stack([each.noise for each in inputs]), torch.stack(early) if early else None)
+        return cls(torch.stack([each.noise for each in inputs]), torch.stack(early) if early else None, context)
 
 
 # Positions whose random numbers are computed at once.
@@ -193,22 +218,46 @@ class Sampler:
         banned_until: ... at positions before this one.
         seed: Any integer, whose lowest 64 bits count. None: the rejection sampler takes torch's global generator, for
             callers that seed that; for the coupled sampler it is 0.
+        processor: Of the text's logits; None to take them as they are.
+        logprobs: Which log-probabilities are wanted with the tokens; None for none.
     """
 
     def __init__(
-        self, sampling: Sampling, banned: Sequence[int] = (), banned_until: int = 0, seed: int | None = None
+        self,
+        sampling: Sampling,
+        banned: Sequence[int] = (),
+        banned_until: int = 0,
+        seed: int | None = None,
+        processor: LogitsProcessor | None = None,
+        logprobs: Logprobs | None = None,
     ) -> None:
         self.sampling = sampling
         self._banned = list(banned)
         self._banned_until = banned_until
         self.seed = seed
+        self.logprobs = logprobs
+        self._processor = processor
         self.round: int | None = None
         self.tables: dict[torch.device, tuple[int, torch.Tensor]] = {}  # first position, and its numbers and more
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """What a compiled graph of `draw` or `verify` depends on: equal for texts that may share it."""
-        return type(self), self.sampling, tuple(self._banned)
+        return type(self), self.sampling, *self._rules
+
+    @property
+    def processes(self) -> bool:
+        """Whether logits are not taken as they are."""
+        return self._processor is not None
+
+    @property
+    def _rules(self) -> tuple[Any, ...]:
+        return tuple(self._banned), None if self._processor is None else self._processor.kind, self.logprobs
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Takes tokens that have become part of the text, in order; the prompt is none of them."""
+        if self._processor is not None:
+            self._processor.commit(tokens)
 
     def start_round(self, position: int) -> None:
         """Says that what is drawn from now on belongs to the round whose first proposal stands at `position`."""
@@ -246,7 +295,8 @@ class Sampler:
         early = None
         if self._banned:
             early = torch.arange(position, position + rows, device=device) < self._banned_until
-        return Inputs(self._noise(device, position, rows), early)
+        context = None if self._processor is None else self._processor.context(device, rows)
+        return Inputs(self._noise(device, position, rows), early, context)
 
     def _noise(self, device: torch.device, position: int, rows: int) -> torch.Tensor:
         """The random numbers of `rows` positions, (rows, n)."""
@@ -297,12 +347,52 @@ class Sampler:
         return self.inputs(logits.device, position, logits.size(0))
 
     def ban(self, logits: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-        """Takes the banned ids out of the rows that are too early for them."""
+        """Logits without the banned ids in the rows that are too early for them."""
         if inputs.early is None:
             return logits
         ids = torch.arange(logits.size(-1), device=logits.device)
         hidden = functools.reduce(torch.logical_or, [ids == i for i in self._banned])
         return torch.where(inputs.early.unsqueeze(-1) & hidden, float("-inf"), logits)
+
+    def adjust(self, logits: torch.Tensor, inputs: Inputs, proposed: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits after bias, bans and penalties; arguments as of `logits.adjusted`."""
+        if inputs.context is not None:
+            logits = adjusted(logits, inputs.context, proposed)
+        return self.ban(logits, inputs)
+
+    def measure(
+        self, logits: torch.Tensor, inputs: Inputs, proposed: torch.Tensor, chosen: torch.Tensor, wanted: Logprobs
+    ) -> Measured:
+        """Log-probabilities of chosen tokens.
+
+        Args:
+            logits: (..., R, V), the target's.
+            inputs: Of the rows.
+            proposed: (..., R - 1), as in `verify`.
+            chosen: (..., R), the tokens.
+            wanted: Which.
+        """
+        if wanted.mode == "raw":
+            return measure(logits.float().log_softmax(-1), None, chosen, wanted.n)
+        logits = self.adjust(logits, inputs, proposed)
+        if self.sampling.greedy:
+            return measure(logits.float().log_softmax(-1), None, chosen, wanted.n)
+        p = processed(logits, self.sampling)
+        return measure(p.probs.log(), p.ids, chosen, wanted.n)
+
+    def _adjust_draft(self, logits: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+        """The same for a row of each text, (R, V).
+
+        A drafter may lack all ids that are allowed. It then takes any, which will be refused.
+        """
+        if inputs.context is None:
+            return self.ban(logits, inputs)
+        if inputs.context.batched:
+            logits = adjusted(logits.unsqueeze(-2), inputs.context).squeeze(-2)
+        else:
+            logits = adjusted(logits, inputs.context)
+        logits = self.ban(logits, inputs)
+        return torch.where(logits.amax(-1, keepdim=True) == float("-inf"), 0.0, logits)
 
 
 def right_prefix(right: torch.Tensor) -> torch.Tensor:
@@ -320,7 +410,7 @@ class Choosing(Sampler):
 
     def draw(self, logits: torch.Tensor, position: int | Inputs) -> tuple[torch.Tensor, None]:
         inputs = self._at(logits, position)
-        return self._choose(self.ban(logits, inputs), inputs)[0], None
+        return self._choose(self._adjust_draft(logits, inputs), inputs)[0], None
 
     def verify(
         self,
@@ -330,7 +420,7 @@ class Choosing(Sampler):
         q: Distribution | None = None,
     ) -> Verified:
         inputs = self._at(logits, position)
-        own, numbers = self._choose(self.ban(logits, inputs), inputs)
+        own, numbers = self._choose(self.adjust(logits, inputs, tokens), inputs)
         finite = numbers.isfinite().flatten(own.dim() - 1).all(-1)
         return Verified(own, right_prefix(own[..., :-1] == tokens), finite)
 
@@ -340,7 +430,7 @@ class Greedy(Choosing):
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        return type(self), tuple(self._banned)
+        return type(self), *self._rules
 
     def _choose(self, logits: torch.Tensor, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         # `max` finds the index several times faster than `argmax` on a CPU, and a NaN is its greatest value.
@@ -389,7 +479,7 @@ class Rejection(Sampler):
 
     def draw(self, logits: torch.Tensor, position: int | Inputs) -> tuple[torch.Tensor, Distribution]:
         inputs = self._at(logits, position)
-        distribution = processed(self.ban(logits, inputs), self.sampling)
+        distribution = processed(self._adjust_draft(logits, inputs), self.sampling)
         return self._draw(distribution, inputs.noise[..., 0]), distribution
 
     def verify(
@@ -401,7 +491,7 @@ class Rejection(Sampler):
     ) -> Verified:
         m = tokens.size(-1)
         inputs = self._at(logits, position)
-        p = processed(self.ban(logits, inputs), self.sampling)
+        p = processed(self.adjust(logits, inputs, tokens), self.sampling)
         noise = inputs.noise
         finite = p.probs.isfinite().flatten(-2).all(-1)
         if m == 0:
@@ -478,6 +568,8 @@ def make_sampler(
     seed: int,
     banned: Sequence[int] = (),
     banned_until: int = 0,
+    processor: LogitsProcessor | None = None,
+    logprobs: Logprobs | None = None,
 ) -> Sampler:
     """The sampler for one text.
 
@@ -486,9 +578,8 @@ def make_sampler(
         seed: Of this text; any integer, its lowest 64 bits count.
         banned: Ids of probability 0 ...
         banned_until: ... at positions before this one.
+        processor: Of the text's logits; None to take them as they are.
+        logprobs: Which log-probabilities are wanted with the tokens; None for none.
     """
-    if sampling.greedy:
-        return Greedy(sampling, banned, banned_until)
-    if sampling.sampler == "coupled":
-        return Coupled(sampling, banned, banned_until, seed)
-    return Rejection(sampling, banned, banned_until, seed)
+    kind: type[Sampler] = Coupled if sampling.sampler == "coupled" else Rejection
+    return (Greedy if sampling.greedy else kind)(sampling, banned, banned_until, seed, processor, logprobs)

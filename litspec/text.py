@@ -14,6 +14,7 @@ import re
 import sys
 from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
@@ -72,6 +73,18 @@ class TextCodec:
         if not isinstance(text, str):
             style, kind = type(self.prompt_style).__name__, type(prompt).__name__
             raise InputError(f"The prompt is a {kind}; the prompt style {style} takes a string.")
+        return self.encode_text(text, prompt)
+
+    def encode_text(self, text: str, prompt: str | None = None) -> Tensor:
+        """Text as it is, as token ids `(T,)`, int32, T >= 1; with BOS where the tokenizer puts it.
+
+        Args:
+            text: The text.
+            prompt: What it was made of, for messages.
+
+        Raises:
+            InputError: As of `encode`.
+        """
         try:
             text.encode()  # the tokenizers take half of a surrogate pair for no string at all
             ids = self.tokenizer.encode(text)
@@ -88,7 +101,8 @@ class TextCodec:
                 f"{' '.join(str(error).split())}."
             ) from error
         if ids.numel() == 0:
-            raise InputError(f"The prompt {prompt!r} has no tokens; give at least one character.")
+            shown = text if prompt is None else prompt
+            raise InputError(f"The prompt {shown!r} has no tokens; give at least one character.")
         size = self.config.padded_vocab_size
         if (largest := int(ids.max())) >= size:
             raise InputError(f"The prompt has the token {largest}; the model's vocabulary ends before {size}.")
@@ -106,6 +120,58 @@ class TextCodec:
             detokenizer = self.detokenizer(after=after)
             return detokenizer.push(token_ids) + detokenizer.flush()
         return self._vocabulary.decode(_ids(token_ids))
+
+    @property
+    def known_ids(self) -> int:
+        """Ids that the tokenizer knows are below this."""
+        processor = self.tokenizer.processor
+        if self.tokenizer.backend == "sentencepiece":
+            return int(processor.get_piece_size())
+        return max(processor.get_vocab(with_added_tokens=True).values()) + 1
+
+    def token_id(self, token: str) -> int:
+        """The id of a token that is given as a special token's name, as its text, or as the vocabulary spells it.
+
+        Raises:
+            InputError: It is none of these.
+        """
+        if token in self.special_tokens:
+            return self.special_tokens[token]
+        ids = self.encode_alone(token)
+        if len(ids) == 1:
+            return ids[0]
+        # Sentencepiece gives what it does not know the id of <unk>.
+        with suppress(ValueError):
+            id_ = self.tokenizer.token_to_id(token)
+            if self.tokenizer.backend == "huggingface" or self.tokenizer.processor.id_to_piece(id_) == token:
+                return id_
+        raise InputError(
+            f"{token!r} is no token, but {len(ids)} of them; give a token's id, or text that is one token."
+        )
+
+    def spellings(self, word: str) -> list[list[int]]:
+        """A word as token ids, as it stands at the beginning of a text and behind a space.
+
+        Raises:
+            InputError: It has no tokens.
+        """
+        if word in self.special_tokens:
+            return [[self.special_tokens[word]]]
+        found = [self.encode_alone(word), self.encode_alone(" " + word.lstrip(" "))]
+        found = [ids for i, ids in enumerate(found) if ids and ids not in found[:i]]
+        if not found:
+            raise InputError(f"The word {word!r} has no tokens.")
+        return found
+
+    def encode_alone(self, text: str) -> list[int]:
+        """Token ids of some text without a prompt style, BOS or EOS."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"{text!r} is not valid Unicode: it holds half of a surrogate pair.") from error
+        if self.tokenizer.backend == "huggingface":
+            return list(self.tokenizer.processor.encode(text, add_special_tokens=False).ids)
+        return self.tokenizer.encode(text, bos=False, eos=False).tolist()
 
     @property
     def special_tokens(self) -> dict[str, int]:

@@ -12,4 +12,5 @@ PlacementName = Literal["auto", "single", "tensor_parallel", "sequential", "repl
 DraftPlacementName = Literal["replicated", "tensor_parallel"]
 Precision = Literal["bf16-true", "16-true", "32-true"]
 Quantize = Literal["bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq", "bnb.int8"]
+LogprobsMode = Literal["raw", "processed"]
 FinishReason = Literal["stop", "length"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -361,3 +362,37 @@ def test_verify_holds_compiled_steps_to_the_same_promise(
     assert len(report["checks"]) == 10 and "3 contexts" in report["checks"][9]["detail"]
     # Three samplers verify; the draft model drafts with each, once more a single token, and early exit with two.
     assert len(set(compiled)) == 3 + 4 + 2 and len(compiled) > 100
+
+
+RULES: dict[str, Any] = dict(
+    logit_bias={"a": 1.5, "b": -2},
+    bad_words=["c", [3, 4], [5, 6, 7]],
+    repetition_penalty=1.2,
+    presence_penalty=0.3,
+    frequency_penalty=0.2,
+)
+
+
+def test_bias_bans_penalties_and_grammars_are_inputs_of_a_graph_and_change_no_text_by_drafting(llm: SpecLLM) -> None:
+    mode, rules = "coupled", dict(RULES)
+    if find_spec("llguidance") is not None:
+        rules["regex"] = "([a-g ]{3} *)+[0-9]"
+    alone = decode(llm.with_drafter("none"), mode, **rules)
+    built = graphs(llm)
+    assert decode(llm, mode, **rules) == alone
+    drafting = graphs(llm)
+    # Other values and other words of the same number need no other graph.
+    others = rules | dict(logit_bias={"d": 2}, bad_words=["a", [8, 4], [5, 6, 8]], repetition_penalty=1.5)
+    assert decode(llm, mode, **others) != alone
+    assert graphs(llm) == drafting and drafting > built
+
+
+def test_log_probabilities_are_those_of_uncompiled_steps(llm: SpecLLM, pair: tuple[Path, Path]) -> None:
+    settings: dict[str, Any] = dict(max_new_tokens=12, temperature=0, logprobs=2, speculative_k=3)
+    out = llm.with_drafter("prompt_lookup").generate("abcabc", **settings)
+    plain = SpecLLM.load(*pair, verify_width=WIDTH, precision="32-true").generate("abcabc", **settings)
+    assert out.token_ids == plain.token_ids
+    for a, b in zip(out.logprobs or [], plain.logprobs or [], strict=True):
+        assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+        assert [value for _, value in a.top] == pytest.approx([value for _, value in b.top], abs=1e-4)
+    assert len(out.logprobs or []) == 12

@@ -8,13 +8,22 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from litspec.arguments import spelled_out
-from litspec.config import FLAG_DEFAULTS, GenerateConfig, LoadConfig
+from litspec.config import FLAG_DEFAULTS, FOR_TEXTS, GenerateConfig, LoadConfig
 from litspec.types import BenchDrafterName
 
 
 @spelled_out(
     flags=True,
-    without=("drafter", "draft_placement", "quantize", "sys_prompt", "min_new_tokens", "speculative_k", "stop"),
+    without=(
+        "drafter",
+        "draft_placement",
+        "quantize",
+        "sys_prompt",
+        "min_new_tokens",
+        "speculative_k",
+        "stop",
+        *FOR_TEXTS,
+    ),
     defaults=FLAG_DEFAULTS | {"temperature": 0.0, "max_new_tokens": 64},
     load=LoadConfig,
     settings=GenerateConfig,

@@ -37,8 +37,9 @@ def generate(
         prompt: What to continue or answer; the checkpoint's prompt style is applied to it.
         prompts_file: Many prompts. A .txt file holds one a line; a .jsonl file holds an object a line with
             "prompt", perhaps "id", and perhaps sys_prompt, max_new_tokens, min_new_tokens, temperature, top_k, top_p,
-            seed or stop for this prompt alone. Exits with 1 where a prompt got an error instead of a text, with 143
-            after SIGTERM.
+            min_p, logit_bias, bad_words, repetition_penalty, presence_penalty, frequency_penalty, json_schema,
+            regex, grammar, response_format, logprobs, logprobs_mode, seed or stop for this prompt alone. Exits with 1
+            where a prompt got an error instead of a text, with 143 after SIGTERM.
         out_file: Where the texts for prompts_file go, a JSON object a line in the order of the prompts; what they cost
             goes to OUT_FILE.stats.jsonl. The same command resumes what was interrupted.
         num_samples: How many texts to generate for each prompt.
@@ -167,6 +168,8 @@ def _sample(
             "finish_reason": completion.finish_reason,
             "stats": completion.stats.as_dict(),
         }
+        if completion.logprobs is not None:
+            record["logprobs"] = [each.as_dict() for each in completion.logprobs]
         sys.stdout.write(json_line(sys.stdout, record))
         sys.stdout.flush()
     log(completion.stats.summary())

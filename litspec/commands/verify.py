@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from litspec.arguments import spelled_out
-from litspec.config import FLAG_DEFAULTS, GenerateConfig, LoadConfig
+from litspec.config import FLAG_DEFAULTS, FOR_TEXTS, GenerateConfig, LoadConfig
 from litspec.types import DrafterName
 
 # Openings that any language model can go on from.
@@ -69,6 +69,7 @@ class Check:
         "sampler",
         "speculative_k",
         "stop",
+        *FOR_TEXTS,
     ),
     defaults=FLAG_DEFAULTS | {"max_new_tokens": 128},
     load=LoadConfig,

@@ -162,6 +162,8 @@ class ModelDrafts:
         for n in sizes:
             own = {each.number: each.sampler.inputs(device, each.input_pos + r + done, n) for each in asked}
             inputs = Inputs.stacked([own.get(number, own[asked[0].number]) for number in members])
+            if found:
+                inputs = inputs.after(torch.cat([tokens for tokens, _ in found], 1))
             at = [place + done for place in places]
             kv_length = buffers.bucket(longest + done + r + n - 1)
             found.append(self._run(sampler, rows, at, inputs, n, runner, buffers, kv_length))
@@ -197,7 +199,7 @@ class ModelDrafts:
             idx, place = rows, input_pos[:, 0]
             for i in range(n):
                 logits = model.verify(idx, place, cache, kv_length=kv_length, n_layer=n_layer, last=1)
-                drawn.append(sampler.draw(allowed(logits[:, 0]), inputs.row(i)))
+                drawn.append(sampler.draw(allowed(logits[:, 0]), inputs.row(i, [token for token, _ in drawn])))
                 token = drawn[-1][0].unsqueeze(1)
                 idx, place = (torch.cat((idx[:, 1:], token), 1) if again else token), input_pos[:, i + 1]
             q = [

@@ -188,7 +188,10 @@ class DFlashSession(DraftSession):
         if self._network.candidate_selector is not None:
             return self._select(rows, logits, first, input_pos + 1)
         inputs = self._sampler.inputs(logits.device, input_pos + 1, k)
-        return joined([self._sampler.draw(logits[j : j + 1], inputs.row(j)) for j in range(k)])
+        drawn: list[tuple[Tensor, Distribution | None]] = []
+        for j in range(k):
+            drawn.append(self._sampler.draw(logits[j : j + 1], inputs.row(j, [token for token, _ in drawn])))
+        return joined(drawn)
 
     def logits(self, token: int, input_pos: int) -> Tensor:
         """What a block's proposals are drawn from before version 2 selects: (max_k, V) over the target's ids."""
@@ -246,7 +249,8 @@ class DFlashSession(DraftSession):
         assert selector is not None
         inputs = self._sampler.inputs(logits.device, position, rows.size(0))
         # Ids that must not come yet would take the places of others.
-        scores, candidates = self._sampler.ban(logits, inputs).float().topk(min(selector.top_k, logits.size(1)))
+        candidates = self._sampler.adjust(logits, inputs).topk(min(selector.top_k, logits.size(1))).indices
+        scores = logits.float().gather(1, candidates)
         rows = selector.hidden_projection(rows)
         nowhere = torch.full_like(logits[:1], -torch.inf, dtype=torch.float32)
         drawn: list[tuple[Tensor, Distribution | None]] = []
@@ -254,8 +258,8 @@ class DFlashSession(DraftSession):
             ids = candidates[j : j + 1]
             edges = selector(rows[j : j + 1], before, ids).float()
             total = nowhere.scatter(1, ids, scores[j : j + 1] + edges)
-            before, q = self._sampler.draw(total, inputs.row(j))
-            if q is not None:
+            before, q = self._sampler.draw(total, inputs.row(j, [token for token, _ in drawn]))
+            if q is not None and inputs.context is None:
                 q = Distribution(q.at(Distribution(scores[j : j + 1], ids)), ids)
             drawn.append((before, q))
         return joined(drawn)

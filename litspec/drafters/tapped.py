@@ -133,7 +133,7 @@ def draw_chain(
     inputs = sampler.inputs(logits.device, position, k)
     drawn = [sampler.draw(logits, inputs.row(0))]
     for i in range(1, k):
-        drawn.append(sampler.draw(step(drawn[-1][0], position + i - 1), inputs.row(i)))
+        drawn.append(sampler.draw(step(drawn[-1][0], position + i - 1), inputs.row(i, [token for token, _ in drawn])))
     return joined(drawn)
 
 

@@ -19,6 +19,7 @@ from litspec.stopping import Stop
 if TYPE_CHECKING:
     from litspec.drafters.base import Drafter
     from litspec.drafters.speculative_k import RoundCosts, SpeculativeK
+    from litspec.grammar import Grammar
     from litspec.sampling import Sampler
 
 
@@ -32,6 +33,7 @@ class Request:
         stop: Tells where the text ends.
         sampler: Chooses its tokens.
         choose_k: Chooses the k of each round.
+        grammar: What form it is to have; None for any. Its sampler and its stop know the same grammar.
         draft_seconds, verify_seconds: What the text took, see `Slot`; filled in when it has ended.
     """
 
@@ -40,6 +42,7 @@ class Request:
     stop: Stop
     sampler: Sampler
     choose_k: SpeculativeK
+    grammar: Grammar | None = None
     draft_seconds: float = field(default=0.0, init=False)
     verify_seconds: float = field(default=0.0, init=False)
 
@@ -130,11 +133,11 @@ class Engine:
                     count, first = slot.prefill(request.prompt, self._cache, budget)
                     budget = None if budget is None else budget - count
                     if first is not None:
-                        results[handle] = slot.text.commit(first)
+                        results[handle] = slot.commit(first)
                 except InputError as error:
                     slot.error = error
         for slot, tokens, proposed in run_round(running, self._cache) if running else []:
-            results[texts[slot.number][0]] = slot.text.commit(tokens, proposed)
+            results[texts[slot.number][0]] = slot.commit(tokens, proposed)
         for handle, request, slot in texts.values():
             if slot.error is not None:
                 results[handle] = slot.error
@@ -190,7 +193,7 @@ class Engine:
         target.stop_ids = self.stop_ids
         text = Text(len(request.prompt), request.max_length, request.stop)
         draft = None if drafter is None else drafter.start(target, request.max_length, request.sampler)
-        return Slot(text, target, drafter, draft, request.sampler, request.choose_k)
+        return Slot(text, target, drafter, draft, request.sampler, request.choose_k, request.grammar)
 
     def _end(self, request: Request, slot: Slot) -> None:
         del self._running[slot.number]

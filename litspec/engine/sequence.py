@@ -6,8 +6,10 @@ module one for each call, so length and stops are decided in one place.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+from litspec.logprobs import TokenLogprobs
 from litspec.stopping import Stop
 from litspec.types import FinishReason
 
@@ -24,6 +26,7 @@ class Block:
         proposed: Proposals of this round, counted up to the end of the text.
         accepted: How many of those the target accepted.
         finish_reason: None while the text goes on; "stop" or "length" in the last block.
+        logprobs: Of each of `tokens`, where they were asked for; else empty.
     """
 
     tokens: list[int]
@@ -32,6 +35,7 @@ class Block:
     proposed: int
     accepted: int
     finish_reason: FinishReason | None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class Text:
@@ -54,7 +58,9 @@ class Text:
         self._prompt_size = prompt_size
         self._budget = max_returned_tokens - prompt_size
         self._stop = stop
-        self._held: list[tuple[int, bool]] = []  # committed, but perhaps the beginning of a stop
+        # Committed, but perhaps the beginning of a stop.
+        self._held: list[tuple[int, bool]] = []
+        self._held_logprobs: list[TokenLogprobs] = []
         self._seen = self._released = self._round = 0
         self.last = -1
         self.finished = False
@@ -74,18 +80,20 @@ class Text:
         """Proposals that the next round could use: it ends with a token of the target's own."""
         return self._budget - self._seen - 1
 
-    def commit(self, tokens: list[int], proposed: int = 0) -> Block:
+    def commit(self, tokens: list[int], proposed: int = 0, logprobs: Sequence[TokenLogprobs] = ()) -> Block:
         """Takes what a round brought.
 
         Args:
             tokens: The accepted proposals, then one token of the target's own. What the budget has no room for is cut.
             proposed: Proposals that the target looked at, at least `len(tokens) - 1`.
+            logprobs: Of each of the tokens; none where they were not asked for.
         """
         tokens = tokens[: self._budget - self._seen]
         accepted = len(tokens) - 1
         before = self._seen
         self._seen += len(tokens)
         self._held += [(token, i < accepted) for i, token in enumerate(tokens)]
+        self._held_logprobs += logprobs[: len(tokens)]
         self.last = tokens[-1]
 
         verdict = self._stop.push(tokens)
@@ -99,8 +107,9 @@ class Text:
             finish, safe = "length", self._seen
         count = safe - self._released
         out, self._held = self._held[:count], self._held[count:]
+        measured, self._held_logprobs = self._held_logprobs[:count], self._held_logprobs[count:]
         self._released = safe
         self.finished = finish is not None
-        block = Block([t for t, _ in out], [d for _, d in out], self._round, proposed, accepted, finish)
+        block = Block([t for t, _ in out], [d for _, d in out], self._round, proposed, accepted, finish, measured)
         self._round += 1
         return block

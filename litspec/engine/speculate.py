@@ -8,19 +8,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from litspec.drafters.base import Drafter, DraftSession, Proposal
-from litspec.engine.sequence import Text
+from litspec.engine.sequence import Block, Text
 from litspec.engine.target import Slots, TargetSession
 from litspec.errors import InputError
+from litspec.logprobs import TokenLogprobs
 from litspec.sampling import Choosing, Distribution, Inputs, Sampler, right_prefix
 
 if TYPE_CHECKING:
     from litspec.drafters.speculative_k import SpeculativeK
+    from litspec.grammar import Grammar
     from litspec.model import KVCache
 
 
@@ -35,11 +38,13 @@ class Slot:
         draft: The text's session with the drafter.
         sampler: Chooses its tokens.
         choose_k: Chooses the k of each round.
+        grammar: What form the text is to have; None for any.
         speculative_k: The k of the next round.
         draft_seconds: Host time of the rounds' proposals, for all texts together. On a GPU kernels run behind it, so
             only the sum with the next is sure.
         verify_seconds: Host time of verifying, reading and committing.
         error: Why the text cannot go on: its drafter broke the protocol, or numbers are not finite.
+        logprobs: Of the tokens of the last round, where they are asked for.
         stops: (s,), tokens that end the text; None for none.
     """
 
@@ -49,10 +54,12 @@ class Slot:
     draft: DraftSession | None
     sampler: Sampler
     choose_k: SpeculativeK
+    grammar: Grammar | None = None
     speculative_k: int = 0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     error: InputError | None = None
+    logprobs: list[TokenLogprobs] = field(init=False, default_factory=list)
     stops: torch.Tensor | None = field(init=False, default=None)
     _begun: bool = field(init=False, default=False)
     _last_state: torch.Tensor | None = field(init=False, default=None)  # (1, len(taps) * C), of what has been read
@@ -60,6 +67,17 @@ class Slot:
     def __post_init__(self) -> None:
         if self.target.stop_ids:
             self.stops = torch.tensor(self.target.stop_ids, device=self.target.device)
+
+    def commit(self, tokens: list[int], proposed: int = 0) -> Block:
+        """Takes what a round brought, see `Text.commit`."""
+        self.sampler.commit(tokens)
+        return self.text.commit(tokens, proposed, self.logprobs)
+
+    @property
+    def size(self) -> int:
+        """Numbers of its outcome."""
+        width, wanted = self.target.verify_width, self.sampler.logprobs
+        return HEAD + width + (0 if wanted is None else wanted.size(width))
 
     @property
     def number(self) -> int:
@@ -115,7 +133,7 @@ class Slot:
         none = torch.empty(1, 0, dtype=torch.int64, device=target.device)
         inputs = Inputs.stacked([self.sampler.inputs(target.device, position)])
         packed = outcome(self.sampler, target.logits.unsqueeze(0), inputs, none, None, None, target.verify_width)
-        found = _read([self], packed, lambda _: [self.choose_k.choose()])
+        found = _read([self], [self.size], packed, lambda _: [self.choose_k.choose()])
         if self.error is not None:
             raise self.error
         tokens, _ = found[self.number]
@@ -139,10 +157,10 @@ def outcome(
     stops: torch.Tensor | None,
     width: int,
 ) -> torch.Tensor:
-    """Chooses the tokens of N texts and packs all that the host must know: (N, 4 + W) int64.
+    """Chooses the tokens of N texts and packs all that the host must know: (N, 4 + W) int64, or more.
 
     For each text these are the number accepted, whether all numbers were finite, the number proposed, whether all ids
-    exist, and W tokens to choose from.
+    exist, W tokens to choose from, and the tokens' log-probabilities where they are asked for.
 
     Args:
         sampler: Chooses; of any of the texts, which differ in their `inputs` alone.
@@ -154,7 +172,8 @@ def outcome(
         width: W. The outcome has one size, so that ranks whose drafters differ still understand each other.
     """
     vocab_size = logits.size(-1)
-    verified = sampler.verify(logits, inputs, tokens.clamp(max=vocab_size - 1), q)
+    proposed = tokens.clamp(max=vocab_size - 1)
+    verified = sampler.verify(logits, inputs, proposed, q)
     accepted = verified.accepted
     if tokens.size(-1) and stops is not None:
         # What was proposed behind a stop is no part of the text and should not count as accepted.
@@ -164,7 +183,11 @@ def outcome(
     # Of negative numbers only -1 stands for nothing, and behind it nothing else may come.
     ids_exist = ((tokens < vocab_size) & (tokens >= -1)).all(-1) & (right_prefix(given) == count)
     head = torch.stack((accepted, verified.finite.long(), count, ids_exist.long()), -1)
-    return torch.cat((head, F.pad(verified.tokens, (0, width - verified.tokens.size(-1)))), -1)
+    parts = [head, F.pad(verified.tokens, (0, width - verified.tokens.size(-1)))]
+    if sampler.logprobs is not None:
+        measured = sampler.measure(logits, inputs, proposed, verified.tokens.clamp_min(0), sampler.logprobs)
+        parts.append(sampler.logprobs.pack(measured, width))
+    return torch.cat(parts, -1)
 
 
 def run_round(slots: Sequence[Slot], cache: Slots) -> list[tuple[Slot, list[int], int]]:
@@ -189,13 +212,13 @@ def run_round(slots: Sequence[Slot], cache: Slots) -> list[tuple[Slot, list[int]
     outcomes = verify(slots, proposals, cache)
 
     def next_ks(numbers: list[int]) -> list[int]:
-        for i, slot in enumerate(outcomes.order):
+        for slot, begin in zip(outcomes.order, accumulate(outcomes.sizes, initial=0)):
             if slot is not None:
-                accepted, _, proposed, *_ = numbers[i * (HEAD + slot.target.verify_width) :]
+                accepted, _, proposed = numbers[begin : begin + 3]
                 slot.choose_k.observe(proposed=proposed, accepted=accepted)
         return [0 if slot is None else slot.choose_k.choose() for slot in outcomes.order]
 
-    found = _read(outcomes.order, outcomes.packed, next_ks)
+    found = _read(outcomes.order, outcomes.sizes, outcomes.packed, next_ks)
     for slot in slots:
         if slot.draft is not None and slot.error is None:
             tokens = found[slot.number][0]
@@ -222,6 +245,8 @@ def propose(slots: Sequence[Slot]) -> dict[int, Proposal]:
     for slot in slots:
         if slot.draft is None or slot.next_k < 1:
             found[slot.number] = Proposal(torch.empty(0, dtype=torch.int64, device=device))
+        elif forced := _forced(slot):
+            found[slot.number] = Proposal(torch.tensor(forced, device=device))
         else:
             asked.setdefault(id(slot.drafter), []).append(slot)
     for members in asked.values():
@@ -236,7 +261,20 @@ def propose(slots: Sequence[Slot]) -> dict[int, Proposal]:
             except InputError as error:
                 for slot in part:
                     slot.error = error
+    for slot in slots:
+        if slot.grammar is not None and slot.error is None:
+            # What may come behind a token depends on which it is, so here a proposal is read before it is verified.
+            try:
+                slot.grammar.foresee(found[slot.number].tokens.tolist())
+            except InputError as error:
+                slot.error = error
     return found
+
+
+def _forced(slot: Slot) -> list[int]:
+    """Tokens that the text's grammar forces to come next, where they are at least half of what can be proposed."""
+    forced = [] if slot.grammar is None else slot.grammar.forced(slot.next_k)
+    return forced if 2 * len(forced) >= slot.next_k else []
 
 
 def _asked(slots: Sequence[Slot]) -> Sequence[Proposal]:
@@ -298,13 +336,15 @@ class Outcomes(NamedTuple):
     """What a verification found, still on the device.
 
     Attributes:
-        packed: (n * (4 + W),), the `outcome` of n places, one after the other.
+        packed: The `outcome` of n places, one after the other.
         order: Whose outcome stands in each place; None: nobody's.
+        sizes: Numbers of each.
         states: By slot what the taps of its drafter saw, (rows, len(taps) * C).
     """
 
     packed: torch.Tensor
     order: list[Slot | None]
+    sizes: list[int]
     states: dict[int, torch.Tensor]
 
 
@@ -328,6 +368,7 @@ def verify(slots: Sequence[Slot], proposals: dict[int, Proposal], cache: Slots) 
     return Outcomes(
         torch.cat([part.packed for part in parts]),
         [slot for part in parts for slot in part.order],
+        [size for part in parts for size in part.sizes],
         {number: states for part in parts for number, states in part.states.items()},
     )
 
@@ -357,7 +398,10 @@ def _verify_together(
     q = [step.form(same, proposals) for same in step.kinds]
     inputs = [step.inputs(same) for same in step.kinds]
     packed, hidden = step.run(buffers, target.placed.same(block), input_pos, q, inputs)
-    return Outcomes(packed, [slot for same in step.kinds for slot in same], step.states(hidden))
+    order = [slot for same in step.kinds for slot in same]
+    # An idle slot has the size of those that it runs along with.
+    sizes = [next(slot.size for slot in same if slot is not None) for same in step.kinds for _ in same]
+    return Outcomes(packed, order, sizes, step.states(hidden))
 
 
 class Verification:
@@ -492,7 +536,8 @@ class Verification:
             for i, sampler in enumerate(samplers):
                 own, proposed = _of(logits, numbers[i]), _of(block, numbers[i])[:, 1:]
                 outcomes.append(outcome(sampler, own, inputs[i], proposed, q[i], stops[i], width))
-            return (outcomes[0] if len(outcomes) == 1 else torch.cat(outcomes)).flatten(), hidden
+            packed = [each.flatten() for each in outcomes]
+            return packed[0] if len(packed) == 1 else torch.cat(packed), hidden
 
         key = self.key(buffers, q) if target.runner.compiles else None
         return target.runner.run(key, step, buffers, block, input_pos, q, stops, inputs)
@@ -559,24 +604,29 @@ def prepare(slot: Slot, cache: Slots) -> None:
 
 
 def _read(
-    order: Sequence[Slot | None], packed: torch.Tensor, next_ks: Callable[[list[int]], list[int]]
+    order: Sequence[Slot | None],
+    sizes: Sequence[int],
+    packed: torch.Tensor,
+    next_ks: Callable[[list[int]], list[int]],
 ) -> dict[int, tuple[list[int], int]]:
     """The one device-to-host read of a round: by slot, the tokens to commit and how many were proposed.
 
     Args:
         order: Whose outcomes stand in `packed`, one after the other.
+        sizes: Numbers of each of them.
         packed: The outcomes.
         next_ks: Given them, the k of each text's next round; 0 for nobody.
     """
     target = next(slot for slot in order if slot is not None).target
     outcomes = target.placed.agree(packed.flatten(), len(order), next_ks)
-    size = HEAD + target.verify_width
+    ks = outcomes[len(outcomes) - len(order) :]
     found = {}
-    for i, slot in enumerate(order):
+    for slot, begin, k in zip(order, accumulate(sizes, initial=0), ks):
         if slot is None:
             continue
-        accepted, finite, proposed, ids_exist, *tokens = outcomes[i * size : (i + 1) * size]
-        slot.speculative_k = outcomes[len(order) * size + i]
+        accepted, finite, proposed, ids_exist = outcomes[begin : begin + HEAD]
+        tokens = outcomes[begin + HEAD : begin + HEAD + target.verify_width]
+        slot.speculative_k = k
         if not ids_exist:
             name = slot.drafter.name if slot.drafter is not None else ""
             slot.error = InputError(
@@ -585,10 +635,16 @@ def _read(
             )
         elif not finite:
             slot.target.clear()
+            what = "Logits of the target, or probabilities of the drafter, hold NaN or inf"
+            if slot.sampler.processes:
+                what += ", or bans and a grammar leave no token that may come,"
             slot.error = InputError(
-                "Logits of the target, or probabilities of the drafter, hold NaN or inf in the block that begins at "
-                f"position {slot.text.input_pos + 1}; check the weights and the precision."
+                f"{what} in the block that begins at position {slot.text.input_pos + 1}; check the weights and the "
+                "precision" + (", or allow more." if slot.sampler.processes else ".")
             )
         else:
             found[slot.number] = tokens[: accepted + 1], proposed
+            if (wanted := slot.sampler.logprobs) is not None:
+                numbers = outcomes[begin + HEAD + target.verify_width : begin + slot.size]
+                slot.logprobs = wanted.unpack(numbers, tokens[: accepted + 1])
     return found

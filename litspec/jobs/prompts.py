@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from litspec.arguments import checked, hints_of, shown
-from litspec.config import GenerateConfig
+from litspec.config import FOR_TEXTS, GenerateConfig, names_file
 from litspec.errors import InputError
 from litspec.jobs.disk import digest, dump
 
@@ -47,7 +47,17 @@ def _is_int(value: Any) -> bool:
 
 
 # What a line may say beside id and prompt, by the names of `GenerateConfig`.
-OVERRIDES = ("sys_prompt", "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "seed", "stop")
+OVERRIDES = (
+    "sys_prompt",
+    "max_new_tokens",
+    "min_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    *FOR_TEXTS,
+    "seed",
+    "stop",
+)
 
 
 class Prompts:
@@ -149,6 +159,8 @@ class Prompts:
                 raise InputError(f"{where}: unknown key {name!r}; known are id, prompt, {', '.join(OVERRIDES)}")
             hint = int if name == "seed" else hints[name]  # a seed of null could not be resumed
             try:
+                if isinstance(value, str) and names_file(name, value):
+                    raise InputError(f"{name} cannot name a file here, got {shown(value)}; write its content")
                 found[name] = checked(name, value, hint, none="null")
             except InputError as error:
                 raise InputError(f"{where}: {error}") from None

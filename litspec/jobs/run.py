@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from litspec.config import FLAG_DEFAULTS, GenerateConfig, LoadConfig, check_batch_size, check_k
+from litspec.config import FLAG_DEFAULTS, FORMS, GenerateConfig, LoadConfig, check_batch_size, check_k
 from litspec.errors import InputError
 from litspec.jobs.deciding import deciding, resolved
 from litspec.jobs.disk import digest, dump, log
@@ -266,6 +266,9 @@ def _settings_of(request: Request, settings: Mapping[str, Any]) -> GenerateConfi
         InputError: A value is out of its range.
     """
     given = {**settings, **request.settings}
+    if not request.settings.keys().isdisjoint(FORMS):
+        # A line that says what form its text is to have says so alone.
+        given |= {name: request.settings.get(name) for name in FORMS}
     if request.sample:
         # The first sample has the seed itself: asking for more samples does not change it.
         given["seed"] = text_seed(given["seed"], request.sample)
@@ -277,12 +280,14 @@ def _refused(request: Request, number: int, error: str) -> Answer:
 
 
 def _finished(request: Request, number: int, completion: Completion) -> Answer:
-    line = {
+    line: dict[str, Any] = {
         "prompt": completion.prompt,
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
     }
+    if completion.logprobs is not None:
+        line["logprobs"] = [each.as_dict() for each in completion.logprobs]
     return Answer(number, dump(request.head | line), dump(request.head | completion.stats.as_dict()))
 
 
