@@ -36,7 +36,7 @@ def distill(
         {settings}
         output_format: json prints the summary, which distill.json in out_dir holds too, as one object.
     """
-    from litspec.training.distill import Distillation
+    from litspec.training.distillation import Distillation
 
     summary = Distillation(data, out_dir, load, config, settings).run()
     if output_format == "json":

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 __all__ = ["distill"]
 
 if TYPE_CHECKING:
-    from litspec.training.distill import distill
+    from litspec.training.distillation import distill
 
 
 def __getattr__(name: str) -> Any:
@@ -26,5 +26,5 @@ def __getattr__(name: str) -> Any:
     if name == "distill":
         from importlib import import_module
 
-        return import_module("litspec.training.distill").distill
+        return import_module("litspec.training.distillation").distill
     raise AttributeError(f"module 'litspec.training' has no attribute {name!r}")

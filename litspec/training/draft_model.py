@@ -76,7 +76,7 @@ class DraftModel(Learner):
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         """The mean loss over the answers: of every position whose next token is the answer's, or would be behind it."""
-        rows = self.gpt(batch["ids"])
+        rows = self.gpt(self._known(batch["ids"]))
         place = torch.arange(rows.size(1), device=rows.device)
         mask = (place >= batch["begins"].unsqueeze(1) - 1) & (place < batch["ends"].unsqueeze(1))
         chosen = rows[mask]
@@ -96,7 +96,7 @@ class DraftModel(Learner):
     @torch.no_grad()
     def chances(self, batch: dict[str, Tensor], sampling: Sampling) -> list[Tensor]:
         """See `Learner.chances`: one column, since proposals depend on the text alone."""
-        rows = self.gpt(batch["ids"])
+        rows = self.gpt(self._known(batch["ids"]))
         found = []
         for i, (begin, end) in enumerate(zip(batch["begins"].tolist(), batch["ends"].tolist())):
             tokens = batch["ids"][i, begin + 1 : end]
@@ -104,8 +104,13 @@ class DraftModel(Learner):
             if self._softcap is not None:
                 logits = torch.tanh(logits / self._softcap) * self._softcap
             p = probability(self._target.logits(batch["final"][i, begin : end - 1]), tokens, sampling)
-            found.append(ratios(p, probability(logits, tokens, sampling)).unsqueeze(1))
+            q = probability(logits, tokens.clamp(max=self._vocab_size - 1), sampling)
+            found.append(ratios(p, q.masked_fill(tokens >= self._vocab_size, 0.0)).unsqueeze(1))
         return found
+
+    def _known(self, ids: Tensor) -> Tensor:
+        """Ids that the draft lacks become 0, as where it drafts."""
+        return ids.masked_fill(ids >= self.config.padded_vocab_size, 0)
 
     def weights(self) -> dict[str, Tensor]:
         """The weights by LitGPT's names, LoRA merged, in the dtype to be saved."""

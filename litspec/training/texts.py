@@ -143,8 +143,8 @@ def is_held_out(prompt: str, share: float) -> bool:
 
 def write_answers(
     prompts: Sequence[dict[str, Any]], folder: Path, *, load: dict[str, Any], settings: dict[str, Any]
-) -> Path:
-    """Has the target answer the prompts, or goes on with that; answers that came with the prompts are taken over.
+) -> list[dict[str, Any]]:
+    """Has the target answer the prompts, or goes on with that; prompts that come with an answer, "text", keep it.
 
     The coupled sampler is used: what the target writes then depends on no drafter.
 
@@ -155,25 +155,23 @@ def write_answers(
         settings: Arguments of `SpecLLM.generate`.
 
     Returns:
-        The file of answers.
+        For each prompt an object with "token_ids" or "text", or with neither where there is no answer. Those that the
+        target wrote now are marked by "own".
 
     Raises:
-        InputError: See `run_job`; some prompts have answers and some not; the job was ended by SIGTERM.
+        InputError: See `run_job`; the job was ended by SIGTERM.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    given = sum(isinstance(prompt.get("text"), str) for prompt in prompts)
-    if given == len(prompts):
-        return write_lines(folder / "given.jsonl", prompts)
-    if given:
-        raise InputError(
-            f'{given} of {len(prompts)} prompts come with an answer ("text"); give one to all of them, or to none.'
-        )
-    file = write_lines(folder / "prompts.jsonl", prompts)
+    wanted = [prompt for prompt in prompts if not isinstance(prompt.get("text"), str)]
+    if not wanted:
+        return list(prompts)
+    file = write_lines(folder / "prompts.jsonl", wanted)
     out = folder / "answers.jsonl"
     code = run_job(file, out, load=load, **{**settings, "sampler": "coupled"})
     if code not in (0, 1):
         raise InputError(f"The target was stopped while it wrote answers to {str(out)!r}; the same command goes on.")
-    return out
+    written = (load_line(raw) | {"own": True} for raw in whole_lines(out))
+    return [prompt if isinstance(prompt.get("text"), str) else next(written) for prompt in prompts]
 
 
 def write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> Path:
@@ -184,22 +182,23 @@ def write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> Path:
     return path
 
 
-def read_answers(
-    file: Path,
+def chosen_texts(
     prompts: Sequence[dict[str, Any]],
+    answers: Sequence[dict[str, Any]],
     codec: TextCodec,
     *,
     sys_prompt: str | None,
     longest: int,
     held_out: float,
 ) -> tuple[list[Text], list[Text]]:
-    """The texts to train on and those held out, in the order of the file; at least one of each.
+    """The texts to train on and those held out, in the order of the prompts; at least one of each.
 
-    Lines with an error in place of an answer, and texts without room for a draft, are left out.
+    Answers with an error, and texts without room for a draft, are left out. Where the target has written some of the
+    answers, only such are held out: what it did not write says nothing about its drafts.
 
     Args:
-        file: Written by `write_answers` ...
-        prompts: ... for these.
+        prompts: See `read_prompts`.
+        answers: Of `write_answers`.
         codec: The target's.
         sys_prompt: As in `SpecLLM.generate`.
         longest: Tokens of the longest text that the draft and the target can read.
@@ -209,28 +208,26 @@ def read_answers(
         InputError: Fewer than two texts are left.
     """
     texts: list[Text] = []
-    failed = 0
-    for asked, raw in zip(prompts, whole_lines(file)):
-        line = load_line(raw)
-        prompt, answer = asked["prompt"], line.get("token_ids")
+    own: list[bool] = []
+    for asked, line in zip(prompts, answers):
+        answer = line.get("token_ids")
         if answer is None and isinstance(line.get("text"), str):
             answer = codec.tokenizer.encode(line["text"], bos=False, eos=False).tolist()
         if not isinstance(answer, list):
-            failed += 1
             continue
-        begin = codec.encode(prompt, asked.get("sys_prompt", sys_prompt)).long().cpu()
+        begin = codec.encode(asked["prompt"], asked.get("sys_prompt", sys_prompt)).long().cpu()
         ids = torch.cat((begin, torch.tensor(answer, dtype=torch.int64)))[:longest]
         if ids.numel() - begin.numel() >= 2:
             texts.append(Text(ids, begin.numel(), {n: asked[n] for n in ("prompt", "sys_prompt") if n in asked}))
-        else:
-            failed += 1
-    if failed:
-        log(f"{failed} of {failed + len(texts)} prompts have no answer of two tokens or more and are left out.")
+            own.append("own" in line)
+    if (failed := len(prompts) - len(texts)) and texts:
+        log(f"{failed} of {len(prompts)} prompts have no answer of two tokens or more and are left out.")
     if len(texts) < 2:
-        raise InputError(f"{str(file)!r} holds {len(texts)} answers of two tokens or more; at least 2 are needed.")
-    out = [is_held_out(text.asked["prompt"], held_out) for text in texts]
+        raise InputError(f"{len(texts)} of the answers have two tokens or more; at least 2 texts are needed.")
+    may = own if any(own) else [True] * len(texts)
+    out = [m and is_held_out(text.asked["prompt"], held_out) for text, m in zip(texts, may)]
     if not any(out):
-        out[-1] = True
+        out[max(i for i, m in enumerate(may) if m)] = True
     elif all(out):
         out[0] = False
     return [t for t, o in zip(texts, out) if not o], [t for t, o in zip(texts, out) if o]

@@ -31,7 +31,7 @@ from litspec.training.loop import Training
 from litspec.training.picture import draw, has_matplotlib
 from litspec.training.run_files import RunFiles
 from litspec.training.target import FrozenTarget, StatesOf
-from litspec.training.texts import Text, read_answers, read_prompts, write_answers, write_lines
+from litspec.training.texts import Text, chosen_texts, read_prompts, write_answers, write_lines
 
 DRAFT_MODEL_K = 4
 TEXT_BYTES = 16  # of files, for each token that the target writes; more than it takes
@@ -131,9 +131,9 @@ class Distillation:
             return summary
         self.files.check_room(len(prompts) * self.settings.max_new_tokens * TEXT_BYTES)
         answers = write_answers(prompts, self.files.folder, load=self._job_load(), settings=self._job_settings())
-        train, held_out = read_answers(
-            answers,
+        train, held_out = chosen_texts(
             prompts,
+            answers,
             self.codec,
             sys_prompt=self.settings.sys_prompt,
             longest=self._longest(),
