@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
+import multiprocessing
 import random
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +13,9 @@ from typing import Any
 import litgpt.model
 import pytest
 import torch
+from checkpoints import byte_level_tokenizer, lively_weights, tiny_config, write_checkpoint
 from torch import Tensor
+from training_child import child
 
 from litspec import SpecLLM
 from litspec.checkpoint import open_checkpoint, read_state_dict
@@ -31,7 +30,6 @@ from litspec.training.draft_model import DraftModel
 from litspec.training.measure import expected_rounds
 from litspec.training.target import FrozenTarget, StatesOf
 from litspec.training.texts import Text, cut, is_held_out, read_prompts
-from tests.checkpoints import lively_weights, tiny_config, write_checkpoint
 
 CPU = torch.device("cpu")
 PROMPTS = [f"{word} number {i}" for i, word in enumerate(["one", "another", "a third", "some other"] * 6)]
@@ -333,25 +331,12 @@ def test_served_tokens_a_round_are_those_simulated_on_the_served_texts(folder: P
     assert found.rounds == pytest.approx(rounds, rel=4 / rounds**0.5)
 
 
-CHILD = """
-import sys, json, torch
-torch.set_num_threads(1)
-from litspec.training import distill
-distill(**json.loads(sys.argv[1]))
-"""
-
-
-def start_child(arguments: dict[str, Any]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", CHILD, json.dumps(arguments)]
-    return subprocess.Popen(command, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
-
-
 def in_steps(summary: dict[str, Any]) -> list[dict[str, Any]]:
     return [{name: value for name, value in entry.items() if name != "seconds"} for entry in summary["history"]]
 
 
 def test_a_run_killed_again_and_again_ends_like_an_undisturbed_one(folder: Path, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"steps": 80, "evaluations": 4, "learning_rate": 1e-2, "save_seconds": 0.0, **FAST}
+    settings: dict[str, Any] = {"steps": 150, "evaluations": 6, "learning_rate": 1e-2, "save_seconds": 0.0, **FAST}
     torch.set_num_threads(1)
     whole = run(folder, tmp_path / "whole", **settings)
     arguments = {
@@ -361,19 +346,21 @@ def test_a_run_killed_again_and_again_ends_like_an_undisturbed_one(folder: Path,
         "draft_dir": str(folder / "draft"),
         **settings,
     }
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["training_child", "litspec.training.distillation"])
     moments, kills = random.Random(0), 0
-    for _ in range(10):
-        child = start_child(arguments)
-        try:
-            child.wait(timeout=moments.uniform(2.5, 4.5))
-        except subprocess.TimeoutExpired:
-            child.send_signal(signal.SIGKILL)
-            child.wait()
-            kills += 1
-            continue
-        break
+    while kills < 10:
+        process = context.Process(target=child, args=(arguments,))
+        process.start()
+        process.join(timeout=3.0 if not kills else moments.uniform(0.1, 1.2))
+        if process.exitcode is not None:
+            assert process.exitcode == 0
+            break
+        process.kill()
+        process.join()
+        kills += 1
     killed = distill(**arguments)
-    assert kills > 0
+    assert kills > 3
     assert in_steps(killed) == in_steps(whole)
     weights = [read_state_dict(open_checkpoint(tmp_path / name)) for name in ("whole", "killed")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
@@ -437,14 +424,8 @@ def the_draft_itself(folder: Path, tmp: Path) -> dict[str, Any]:
 
 
 def other_tokenizer(folder: Path, tmp: Path) -> dict[str, Any]:
-    from tests.checkpoints import byte_level_tokenizer
-
-    write_checkpoint(
-        tmp / "other",
-        tiny_config(n_layer=1, block_size=64),
-        tokenizer=byte_level_tokenizer(("<|x|>", "<|y|>"), ("qq",)),
-    )
-    return {"draft_dir": tmp / "other"}
+    config = tiny_config(n_layer=1, block_size=64)
+    return {"draft_dir": write_checkpoint(tmp / "other", config, tokenizer=byte_level_tokenizer(words=("qq",)))}
 
 
 @pytest.mark.parametrize(
