@@ -14,6 +14,7 @@ from jsonargparse import ArgumentParser, set_parsing_settings
 
 from litspec import __version__
 from litspec.commands.bench import bench
+from litspec.commands.distill import distill
 from litspec.commands.extract_mtp import extract_mtp
 from litspec.commands.generate import generate
 from litspec.commands.verify import verify
@@ -25,6 +26,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "generate": generate,
     "verify": verify,
     "bench": bench,
+    "distill": distill,
     "extract_mtp": extract_mtp,
 }
 

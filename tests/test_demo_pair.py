@@ -307,7 +307,7 @@ def test_two_fast_runs_give_equal_weights_whatever_the_holdout_says(script: Modu
     texts = "The old friend walked slowly. " * 200, HELD_OUT
     for number, text in enumerate(texts):
         data = corpus(tmp_path / f"data{number}", text)
-        script.main(data, tmp_path / f"pair{number}", holdout="held_out.txt", fast=True, accelerator="cpu")
+        script.main(data, tmp_path / f"pair{number}", holdout="held_out.txt", fast=True)
     for role in ("target", "draft"):
         first, second = (torch.load(tmp_path / f"pair{n}" / role / "lit_model.pth", weights_only=True) for n in (0, 1))
         assert first.keys() == second.keys()
@@ -316,36 +316,10 @@ def test_two_fast_runs_give_equal_weights_whatever_the_holdout_says(script: Modu
         tokenizers = [(tmp_path / f"pair{n}" / role / "tokenizer.json").read_bytes() for n in (0, 1)]
         assert tokenizers[0] == tokenizers[1]
 
-    figures = script.measure(
-        tmp_path / "pair0" / "target", tmp_path / "pair0" / "draft", texts[0], prompts=2, prompt_tokens=8, new_tokens=20
-    )
+    figures = script.measure(tmp_path / "pair0" / "target", tmp_path / "pair0" / "draft", texts[0], prompts=2, seed=0)
     # Better than chance over the tokenizer's entries; after two dozen steps no more can be asked.
-    assert 1 < figures["perplexity_per_token"] < litgpt.tokenizer.Tokenizer(tmp_path / "pair0" / "target").vocab_size
+    assert 1 < figures["perplexity"] < litgpt.tokenizer.Tokenizer(tmp_path / "pair0" / "target").vocab_size
     assert 0 <= figures["acceptance_0.8"] <= 1 and figures["tokens_per_round_0.8"] >= 1
-
-
-def test_the_scripts_own_greedy_speculation_is_the_target_alone(script: ModuleType) -> None:
-    torch.manual_seed(0)
-    target, draft = (
-        script.new_model(script.model_config(role, shape, 32, 128)).eval()
-        for role, shape in (("target", (2, 32, 2, 1, 48)), ("draft", (1, 16, 1, 1, 24)))
-    )
-    prompt = [3, 1, 4, 1, 5]
-    ids, rounds = script.speculate(target, draft, prompt, 40, k=4, temperature=0, generator=torch.Generator())
-    target.set_kv_cache(batch_size=1)
-    alone = litgpt_generate(target, torch.tensor(prompt), 45, temperature=0.0, top_p=1.0)
-    assert ids == alone.tolist()
-    assert 1 + sum(accepted + 1 for _, accepted in rounds) == 40
-
-
-def test_the_late_loss_is_the_share_of_draft_tokens_that_sampling_refuses(script: ModuleType) -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits, teacher = (torch.randn(5, 7, generator=generator, dtype=torch.float64) for _ in range(2))
-    p, q = (torch.softmax(x / 0.8, dim=-1) for x in (teacher, logits))
-    refused = 1 - torch.minimum(p, q).sum(-1).mean()
-    best = -q.gather(1, p.argmax(-1, keepdim=True)).log().mean()
-    loss = script.distillation_loss(logits, teacher, 0.8, torch.tensor(1.0))
-    assert loss.item() == pytest.approx((refused + script.ARGMAX_WEIGHT * best).item(), abs=1e-5)
 
 
 @pytest.mark.parametrize(

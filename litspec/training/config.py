@@ -1,0 +1,154 @@
+"""The arguments of `distill`: names, types, defaults, help and ranges, written once (see `litspec.config`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from litspec.arguments import checked, hints_of
+from litspec.errors import InputError
+from litspec.training.types import DraftKind, LossName, MixedPrecision
+
+# Of `litspec.config`: what `distill` takes of the arguments of load and generate, and what it leaves out.
+NOT_OFFERED = (
+    "drafter",
+    "exit_layer",
+    "verify_width",
+    "num_nodes",
+    "placement",
+    "draft_precision",
+    "draft_device",
+    "draft_placement",
+    "quantize",
+    "compile",
+    "min_new_tokens",
+    "sampler",
+    "speculative_k",
+    "stop",
+)
+DEFAULTS = {"max_new_tokens": 128, "temperature": 0.8, "top_k": 50, "seed": 1234}
+
+
+def _about(help: str, *, resumes: bool = False) -> dict[str, Any]:
+    """`resumes`: a run goes on where it was although this has another value."""
+    return {"help": help, "resumes": resumes}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillConfig:
+    """What to train, and how; see the fields' metadata.
+
+    Raises:
+        InputError: A value of another type or out of its range.
+    """
+
+    kind: DraftKind = field(
+        default="draft_model",
+        metadata=_about(
+            "What to train: draft_model, a LitGPT checkpoint, or dflash, a block drafter that reads the target's "
+            "hidden states (arXiv 2602.06036), in its published format."
+        ),
+    )
+    from_layers: int | None = field(
+        default=None, metadata=_about("Begin with the target's own first so many layers, in place of draft_dir.")
+    )
+    draft_config: str | None = field(
+        default=None,
+        metadata=_about("Begin with a new model of this model_config.yaml, in place of draft_dir."),
+    )
+    draft_layers: int = field(default=2, metadata=_about("Layers of a block drafter."))
+    block_size: int = field(
+        default=8, metadata=_about("Rows of a block drafter's block; it proposes one token less each round.")
+    )
+    lora_r: int = field(
+        default=0,
+        metadata=_about("Rank of LoRA, for draft models: the weights are merged at the end; 0 trains all weights."),
+    )
+    loss: LossName = field(
+        default="lk",
+        metadata=_about(
+            "kl is the Kullback-Leibler divergence of the draft from the target; lk moves from that to the acceptance "
+            "rate itself as the draft comes near (arXiv 2602.23881)."
+        ),
+    )
+    texts: int = field(default=4096, metadata=_about("The most texts that the target writes, one for each prompt."))
+    prompt_tokens: int | None = field(
+        default=None,
+        metadata=_about(
+            "Cut plain text into prompts of so many tokens. By default a .txt file holds a prompt a line, and any "
+            "other text file is cut into prompts of 32 tokens."
+        ),
+    )
+    held_out: float = field(
+        default=0.05, metadata=_about("Share of the prompts that is never trained on, and measured on.")
+    )
+    measured_texts: int = field(
+        default=64, metadata=_about("The most held-out texts that are measured on, at each evaluation and at the end.")
+    )
+    measured_k: int | None = field(
+        default=None,
+        metadata=_about(
+            "Proposals a round for which tokens a round are counted; by default 4 for draft models, all that it has "
+            "for block drafters."
+        ),
+    )
+    minutes: float = field(
+        default=60.0, metadata=_about("How long to train; the target writes its texts before.", resumes=True)
+    )
+    steps: int | None = field(
+        default=None,
+        metadata=_about("Train so many steps, however long that takes; the result then depends on no clock."),
+    )
+    batch_size: int = field(default=16, metadata=_about("Texts a step, on each device."))
+    anchors: int = field(default=32, metadata=_about("Blocks that each text gets a step, for block drafters."))
+    learning_rate: float | None = field(
+        default=None,
+        metadata=_about("The highest; by default it goes by the draft's width. It rises for a while, then falls."),
+    )
+    evaluations: int = field(default=20, metadata=_about("How often the held-out texts are measured."))
+    patience: int = field(
+        default=8, metadata=_about("End after so many evaluations without a gain; the best state is kept.")
+    )
+    save_seconds: float = field(
+        default=60.0, metadata=_about("At least so often the state is saved, to go on from.", resumes=True)
+    )
+    training_precision: MixedPrecision | None = field(
+        default=None,
+        metadata=_about("bf16-mixed or 32-true; by default bf16-mixed on a GPU that has it, 32-true elsewhere."),
+    )
+
+    def __post_init__(self) -> None:
+        for name, hint in hints_of(DistillConfig).items():
+            object.__setattr__(self, name, checked(name, getattr(self, name), hint))
+        for name, least in (
+            ("from_layers", 1),
+            ("draft_layers", 1),
+            ("block_size", 2),
+            ("lora_r", 0),
+            ("texts", 2),
+            ("prompt_tokens", 1),
+            ("measured_texts", 1),
+            ("measured_k", 1),
+            ("steps", 1),
+            ("batch_size", 1),
+            ("anchors", 1),
+            ("evaluations", 1),
+            ("patience", 1),
+            ("save_seconds", 0),
+        ):
+            value = getattr(self, name)
+            if value is not None and not value >= least:
+                raise InputError(f"{name} must be at least {least}, got {value}")
+        if not 0 < self.held_out < 1:
+            raise InputError(f"held_out must be between 0 and 1, got {self.held_out}")
+        for name in ("minutes", "learning_rate"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise InputError(f"{name} must be a number above 0, got {value}")
+        begins = [name for name in ("from_layers", "draft_config") if getattr(self, name) is not None]
+        if len(begins) == 2:
+            raise InputError("from_layers and draft_config both say what to begin with; give one of them.")
+        if self.kind == "dflash":
+            for name in (*begins, "lora_r"):
+                if getattr(self, name):
+                    raise InputError(f"{name} is for draft models, but kind is dflash; leave it out.")

@@ -1,0 +1,106 @@
+"""What a run of training keeps beside the folder that it makes.
+
+    OUT/                       the folder that `--draft_dir` takes: the best state so far
+    OUT/distill.json           the summary, when all is done
+    OUT/distill.png            its picture
+    OUT/training/run.json      what was asked
+    OUT/training/state.pth     the last saved state: weights, optimizer, step and figures
+    OUT/training/lock          there while a run goes on
+    OUT/training/*.jsonl       texts, see `texts`, and those of the last measurement
+
+Each of these files is there whole or not at all, so a run can go on from wherever it was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import Any
+
+from litspec.errors import InputError
+from litspec.jobs.disk import locked, write_atomically
+
+FORMAT = 1
+
+
+class RunFiles:
+    """The files of a run, by name.
+
+    Args:
+        out_dir: The folder that it makes.
+        inputs: Folders that it reads, which must be others.
+
+    Raises:
+        InputError: The folder is a file, an input, or holds what no run has made.
+    """
+
+    def __init__(self, out_dir: str | Path, inputs: Mapping[str, str | Path | None]) -> None:
+        if not str(out_dir) or "\0" in str(out_dir):
+            raise InputError(f"out_dir is {str(out_dir)!r}; give the name of a folder for the draft.")
+        self.out = Path(out_dir)
+        self.folder = self.out / "training"
+        self.run, self.state, self.lock = (self.folder / name for name in ("run.json", "state.pth", "lock"))
+        self.summary, self.picture = self.out / "distill.json", self.out / "distill.png"
+        if self.out.exists() and not self.out.is_dir():
+            raise InputError(f"out_dir {str(out_dir)!r} is a file; give the name of a folder.")
+        for name, folder in inputs.items():
+            if folder is not None and Path(folder).is_dir() and self.out.is_dir() and self.out.samefile(folder):
+                raise InputError(
+                    f"out_dir {str(out_dir)!r} is {name} itself, which would be overwritten; give another."
+                )
+        if self.out.is_dir() and not self.run.exists():
+            others = [path.name for path in self.out.iterdir() if path != self.folder]
+            if others:
+                raise InputError(
+                    f"out_dir {str(out_dir)!r} holds {sorted(others)[0]!r}, which no run of this command has made; "
+                    "give a new folder."
+                )
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Keeps other runs away, see `jobs.disk.locked`; makes the folders."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"out_dir {str(self.out)!r} cannot be made: {error.strerror or error}.") from error
+        return locked(self.lock, self.out)
+
+    def begin(self, asked: Mapping[str, Any]) -> None:
+        """Writes down what is asked, or checks that it is what an earlier run was asked.
+
+        Raises:
+            InputError: Names the first setting that differs, with both values.
+        """
+        content = json.loads(json.dumps({"format": FORMAT, **asked}))
+        if not self.run.exists():
+            write_atomically(self.run, (json.dumps(content, indent=2) + "\n").encode())
+            return
+        before: Any = None
+        with suppress(ValueError, OSError):
+            before = json.loads(self.run.read_text(encoding="utf-8"))
+        if not isinstance(before, dict) or before.get("format") != FORMAT:
+            raise InputError(
+                f"{str(self.run)!r} describes no run that this version can go on with; give a new out_dir."
+            )
+        for name in dict.fromkeys([*before, *content]):
+            if before.get(name) != content.get(name):
+                raise InputError(
+                    f"out_dir {str(self.out)!r} holds a run with {name} = {before.get(name)!r}, not "
+                    f"{content.get(name)!r}; give the same settings to go on with it, or a new out_dir."
+                )
+
+    def check_room(self, needed: int) -> None:
+        """Refuses a disk that has not the room for what a run writes.
+
+        Args:
+            needed: Bytes.
+        """
+        held = sum(path.stat().st_size for path in self.out.rglob("*") if path.is_file())
+        free = shutil.disk_usage(self.folder).free
+        if needed - held > free:
+            raise InputError(
+                f"The run needs up to {needed / 1e6:,.0f} MB in {str(self.out)!r}, of which {held / 1e6:,.0f} MB are "
+                f"there, but the disk has only {free / 1e6:,.0f} MB left; free some, or give another out_dir."
+            )
