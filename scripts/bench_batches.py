@@ -1,4 +1,4 @@
-"""Many texts at a time: litspec beside transformers and LitGPT, on the embedded pair and on a SmolLM2-135M-shaped target.
+"""Many texts at a time: litspec, transformers and LitGPT on the embedded pair; a target of SmolLM2-135M's shape.
 
     pip install ".[bench]" && python scripts/bench_batches.py
 

@@ -198,7 +198,8 @@ class BlockDrafter(Learner):
         block = torch.arange(A, device=ids.device).repeat_interleave(B)
         own = (block.unsqueeze(1) == block).expand(N, -1, -1)
         mask = torch.cat((before.repeat_interleave(B, dim=1), own), dim=2).unsqueeze(1)  # (N, 1, A * B, T + A * B)
-        for layer in network.layers:
+        layers: Any = network.layers
+        for layer in layers:
             y = layer.input_layernorm(x)
             x = x + _attention(layer.self_attn, y, rope, context, (cos[:T], sin[:T]), mask)
             x = x + layer.mlp(layer.post_attention_layernorm(x))

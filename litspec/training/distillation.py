@@ -83,7 +83,10 @@ class Distillation:
         self.seed: int = settings.seed
         self.target = open_checkpoint(DEMO_TARGET if load.checkpoint_dir is None else load.checkpoint_dir)
         self.start = self._start()
-        self.files = RunFiles(out_dir, {"checkpoint_dir": self.target.dir, "draft_dir": self.start and self.start.dir})
+        self.files = RunFiles(
+            out_dir,
+            {"checkpoint_dir": self.target.dir, "draft_dir": self.start.dir if self.start is not None else None},
+        )
         self.codec = TextCodec(self.target.dir, self.target.config, trust_prompt_style=load.trust_prompt_style)
         self.k = config.measured_k or (DRAFT_MODEL_K if config.kind == "draft_model" else config.block_size - 1)
         if config.kind == "dflash" and self.k >= config.block_size:
@@ -214,12 +217,13 @@ class Distillation:
 
     def _fabric(self) -> Fabric:
         load, precision = self.load, self.config.training_precision
-        fabric = Fabric(accelerator=load.accelerator, devices=load.devices, precision="32-true")
+        devices = load.devices if isinstance(load.devices, (int, str)) else list(load.devices)
+        fabric = Fabric(accelerator=load.accelerator, devices=devices, precision="32-true")
         on_gpu = fabric.device.type == "cuda"
         if precision is None:
             precision = "bf16-mixed" if on_gpu and torch.cuda.is_bf16_supported() else "32-true"
         if precision != "32-true":
-            fabric = Fabric(accelerator=load.accelerator, devices=load.devices, precision=precision)
+            fabric = Fabric(accelerator=load.accelerator, devices=devices, precision=precision)
         fabric.launch()
         return fabric
 

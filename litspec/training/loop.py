@@ -179,9 +179,9 @@ class Training:
             self.ended = f"nothing gained in {self.since_gain} evaluations"
         self.save()
         start = self.history[0]["tokens_per_round"]
-        loss = "" if entry["loss"] is None else f"loss {entry['loss']:.4f}, "
+        said = "" if entry["loss"] is None else f"loss {entry['loss']:.4f}, "
         self._say(
-            f"step {self.step}, {self.seconds / 60:.1f} min: {loss}{entry['tokens_per_round']:.3f} tokens a round "
+            f"step {self.step}, {self.seconds / 60:.1f} min: {said}{entry['tokens_per_round']:.3f} tokens a round "
             f"(start {start:.3f}){'' if entry['kept'] else ', not kept'}"
         )
 

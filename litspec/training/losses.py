@@ -71,7 +71,7 @@ class _ChunkedHead(torch.autograd.Function):
     """Loss and gradient of each chunk at once, so that no chunk's logits outlive it."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         rows: Tensor,
         weight: Tensor,
@@ -108,7 +108,7 @@ class _ChunkedHead(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         found = (None if saved is None else saved * grad for saved in ctx.saved_tensors)
         return (*found, None, None, None)
 
