@@ -117,8 +117,16 @@ def litgpt_batches(ids: list[list[int]], batch_size: int, new: int) -> Callable[
             model.clear_kv_cache()
             model.set_kv_cache(batch_size=len(prompts))
             sampling = {"temperature": 0.0, "top_k": 1}
-            stops = ([eos],)
-            for step in batched_generate_fn(model, prompts, size + new, sample_args=sampling, stop_tokens=stops):
+            steps = batched_generate_fn(
+                model,
+                prompts,
+                size + new,
+                sample_args=sampling,
+                stop_tokens=([eos],),
+                include_prompt=False,
+                include_eos=False,
+            )
+            for step in steps:
                 made += sum(token is not None for token in step)
         return made
 
