@@ -44,6 +44,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "rejection": {"temperature": 0.8, "top_k": 50},
     "rejection of all ids": {"temperature": 0.9, "speculative_k": 3, "min_new_tokens": 4},
     "rejection, auto": {"temperature": 0.7, "top_k": 20, "speculative_k": "auto"},
+    "greedy, penalties": {"temperature": 0, "repetition_penalty": 1.3, "presence_penalty": 0.5, "logprobs": 2},
+    "coupled, bans": {"temperature": 0.9, "sampler": "coupled", "min_p": 0.05, "bad_words": ["the", " her"]},
+    "rejection, penalties": {"temperature": 0.9, "top_k": 40, "frequency_penalty": 0.4, "logit_bias": {17: 3.0}},
 }
 
 
