@@ -105,7 +105,8 @@ class Drafter(ABC):
         Args:
             target: The text's target session; lends its model, configuration, K/V cache, device and stop ids.
             max_length: Prompt and completion together.
-            sampler: How the text is sampled; its `draw` gives a token and the distribution to report.
+            sampler: How the text is sampled; its `draw` gives a token and the distribution to report. Penalties and
+                bans see the tokens that were drawn before in the same proposal where `Inputs.row` is given them.
         """
 
     def reserve(self, target: TargetSession) -> None:
