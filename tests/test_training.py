@@ -352,7 +352,7 @@ def test_a_run_killed_again_and_again_ends_like_an_undisturbed_one(folder: Path,
     while kills < 10:
         process = context.Process(target=child, args=(arguments,))
         process.start()
-        process.join(timeout=3.0 if not kills else moments.uniform(0.1, 1.2))
+        process.join(timeout=moments.uniform(0.1, 0.8))
         if process.exitcode is not None:
             assert process.exitcode == 0
             break

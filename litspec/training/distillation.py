@@ -31,7 +31,7 @@ from litspec.training.loop import Training
 from litspec.training.picture import draw, has_matplotlib
 from litspec.training.run_files import RunFiles
 from litspec.training.target import FrozenTarget, StatesOf
-from litspec.training.texts import Text, chosen_texts, read_prompts, write_answers, write_lines
+from litspec.training.texts import Text, all_done, chosen_texts, read_prompts, write_answers, write_lines
 
 DRAFT_MODEL_K = 4
 TEXT_BYTES = 16  # of files, for each token that the target writes; more than it takes
@@ -343,6 +343,7 @@ class Distillation:
         prompts = write_lines(self.files.folder / f"{name}-prompts.jsonl", [text.asked for text in texts])
         out = self.files.folder / f"{name}.jsonl"
         run_job(prompts, out, load=self._job_load(**load), speculative_k=self.k, **self._job_settings())
+        all_done()
         stats = [load_line(line) for line in whole_lines(out.with_name(f"{out.name}.stats.jsonl"))]
         done = [line for line in stats if "rounds" in line]
         rounds, seconds = sum(line["rounds"] for line in done), sum(line["decode_seconds"] for line in done)

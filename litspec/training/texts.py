@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from litspec.errors import InputError
@@ -168,10 +169,17 @@ def write_answers(
     file = write_lines(folder / "prompts.jsonl", wanted)
     out = folder / "answers.jsonl"
     code = run_job(file, out, load=load, **{**settings, "sampler": "coupled"})
+    all_done()
     if code not in (0, 1):
         raise InputError(f"The target was stopped while it wrote answers to {str(out)!r}; the same command goes on.")
     written = (load_line(raw) | {"own": True} for raw in whole_lines(out))
     return [prompt if isinstance(prompt.get("text"), str) else next(written) for prompt in prompts]
+
+
+def all_done() -> None:
+    """Waits for the other ranks of a job, where there are any: the first one writes the files of all."""
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
 
 
 def write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> Path:
