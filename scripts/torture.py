@@ -260,7 +260,7 @@ def mutations(folder: Path, number: int, chance: random.Random) -> list[Row]:
     for i, path in enumerate(files):
         name = str(path.relative_to(pair)) if pair in path.parents else path.name
         row = Row(f"mutations, {name}")
-        content = path.read_bytes()
+        content = kept[path] if path in kept else path.read_bytes()
         for _ in range(number * (i + 1) // len(files) - number * i // len(files)):
             for beside in folder.glob("some-out.jsonl*"):
                 beside.unlink()

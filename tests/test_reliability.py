@@ -93,7 +93,7 @@ def test_what_a_killed_run_left_is_taken_away(job: Callable[..., int], tmp_path:
     (tmp_path / "o.jsonl.lock").write_bytes(b"process 12 on elsewhere")
     (tmp_path / "o.jsonl.rank0-0.part").write_bytes(b'{"job": 12}\n')
     assert job() == 0
-    assert sorted(path.name for path in tmp_path.glob("o.jsonl*")) == ["o.jsonl", *BESIDE[1:]]
+    assert sorted(path.name for path in tmp_path.glob("o.jsonl*")) == ["o.jsonl", *BESIDE[1:], "o.jsonl.summary.json"]
 
 
 def test_an_out_file_that_no_job_wrote_is_not_cut_off(job: Callable[..., int], tmp_path: Path) -> None:
