@@ -94,7 +94,9 @@ class Grammars:
         self._vocab_size = codec.config.padded_vocab_size
         # llguidance wants a token that ends a text. Where there is none it gets one more than the tokenizer has.
         self._extra = None if stop_ids else codec.known_ids
-        given: Any = (_Sentencepiece if codec.tokenizer.backend == "sentencepiece" else _huggingface)(codec, self._extra)
+        given: Any = (_Sentencepiece if codec.tokenizer.backend == "sentencepiece" else _huggingface)(
+            codec, self._extra
+        )
         size = max(self._vocab_size, codec.known_ids + 1)
         ends = [*stop_ids] if self._extra is None else [self._extra]
         self._tokenizer = llguidance.LLTokenizer(given, n_vocab=size, eos_token=ends)

@@ -434,10 +434,11 @@ class SpecLLM:
         if batch_size != "auto":
             # Each number of slots is a graph to build.
             return batch_size if self.runner.compiles else min(batch_size, texts)
-        fitting = slots_that_fit(self.placed, self.drafter, max_length)
+        # Ranks that make texts together do the same things: the first one's memory and clock count.
+        fitting = self.placed.share_int(slots_that_fit(self.placed, self.drafter, max_length))
         if self._paying is None and min(texts, fitting) > 2:
-            self._paying = self.placed.share_int(slots_that_pay(self.placed))
-        found = self.placed.share_int(max(1, min(texts, fitting, self._paying or 2)))
+            self._paying = slots_that_pay(self.placed)
+        found = max(1, min(texts, fitting, self._paying or 2))
         return 1 << (found.bit_length() - 1) if self.runner.compiles else found
 
     def _prepare(self, prompt: str, settings: GenerateConfig, index: int) -> _Prepared:

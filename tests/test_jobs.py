@@ -926,7 +926,7 @@ def test_a_target_cut_across_ranks_resumes_too(real: RealJob, tmp_path: Path) ->
     assert len(expected.splitlines()) == 24
 
     out = tmp_path / "out.jsonl"
-    started = real.start(out, **cut)
+    started = real.start(out, batch_size=1, **cut)
     wait_for(lambda: whole_lines(out) >= 4)
     os.kill(started[0].pid, signal.SIGTERM)
     for process in started:

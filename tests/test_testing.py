@@ -230,8 +230,10 @@ def test_verify_names_a_difference_and_exits_1(
 
     def believes_drafts(self, logits, position, tokens, q=None):  # the fault: everything proposed is accepted
         verified = real(self, logits, position, tokens, q)
-        n = int((tokens >= 0).sum())  # the rest of the block is padding
-        return verified._replace(tokens=torch.cat((tokens[:n], verified.tokens[n:])), accepted=torch.tensor(n))
+        n = (tokens >= 0).sum(-1)  # the rest of the block is padding
+        believed = torch.arange(verified.tokens.size(-1)) < n.unsqueeze(-1)
+        padded = torch.nn.functional.pad(tokens, (0, 1))
+        return verified._replace(tokens=torch.where(believed, padded, verified.tokens), accepted=n)
 
     monkeypatch.setattr(GreedySampler, "verify", believes_drafts)
     target, draft = write_checkpoint(tmp_path / "target", seed=1), write_checkpoint(tmp_path / "draft", seed=2)
