@@ -97,13 +97,14 @@ def train(target: Path, out: Path, old_text: Path, codec: TextCodec, minutes: fl
     """One run of `distill` on prompts of both kinds: three quarters new, one quarter old. As many pieces again are
     given with the text that follows them, which costs the target no writing."""
     lines: list[dict[str, Any]] = []
+    data = out.with_name("prompts.jsonl")
     for seed, (source, share) in enumerate(((modules(held_out=False), 3), (novels(old_text, held_out=False), 1))):
         count = texts * share // 4
         lines += [{"prompt": prompt} for prompt in pieces_of(source, codec, PROMPT_TOKENS, count, seed)]
         for piece in pieces_of(source, codec, PROMPT_TOKENS + NEW_TOKENS, 2 * count, seed + 10):
             lines.append({"prompt": piece[:8], "text": piece[8:]})
-    unique = {line["prompt"] + line.get("text", ""): line for line in lines}
-    data = write_lines(out.with_name("prompts.jsonl"), list(unique.values()))
+    print(f"{len(lines)} prompts and given texts", flush=True)
+    write_lines(data, lines)
     return distill(
         data,
         out,

@@ -328,7 +328,7 @@ class Distillation:
             if has_matplotlib():
                 draw(summary, self.files.picture)
             else:
-                self._say("No distill.png: that needs matplotlib (`pip install matplotlib`).")
+                self._say("No distill.png: that needs matplotlib (`pip install litspec[distill]`).")
             write_atomically(self.files.summary, (json.dumps(summary, indent=2) + "\n").encode())
             self.files.state.unlink(missing_ok=True)
         gains = (training.history[0]["tokens_per_round"], best["tokens_per_round"], served["best"]["tokens_per_round"])

@@ -28,7 +28,7 @@ def draw(summary: Mapping[str, Any], path: Path) -> None:
         InputError: Without matplotlib.
     """
     if not has_matplotlib():
-        raise InputError("The picture needs matplotlib; install it with `pip install matplotlib`.")
+        raise InputError("The picture needs matplotlib; install it with `pip install litspec[distill]`.")
     from matplotlib.figure import Figure
 
     history, start, best = summary["history"], summary["start"], summary["best"]

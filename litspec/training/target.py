@@ -7,7 +7,8 @@ which the target's distribution at every position follows. Of small targets and 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import litgpt.model
 import torch
@@ -76,8 +77,8 @@ class FrozenTarget:
             if tap >= 0:
                 self._model.transformer.h[tap].register_forward_hook(self._keep(tap))
 
-    def _keep(self, tap: int) -> object:
-        def hook(module: nn.Module, args: object, output: Tensor) -> None:
+    def _keep(self, tap: int) -> Callable[[nn.Module, Any, Tensor], None]:
+        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
             self._seen[tap] = output
 
         return hook

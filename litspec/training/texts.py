@@ -48,7 +48,7 @@ class Text:
 def read_prompts(
     data: str | Path, codec: TextCodec, *, limit: int, seed: int, prompt_tokens: int | None = None
 ) -> list[dict[str, Any]]:
-    """The prompts of a file or of all files of a folder, at most `limit` of them, none twice.
+    """The prompts of a file or of all files of a folder, at most `limit` of them, none twice with one answer.
 
     Args:
         data: A .jsonl file with an object a line, as jobs take them, perhaps with an answer, "text"; a .txt file with
@@ -67,10 +67,10 @@ def read_prompts(
     path = Path(data)
     if not path.exists():
         raise InputError(f"data {str(data)!r} does not exist; give a file of prompts or text, or a folder of them.")
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[tuple[str, str | None], dict[str, Any]] = {}
     for file in _files(path):
         for line in _lines(file, codec, prompt_tokens, alone=file == path):
-            found.setdefault(line["prompt"], line)
+            found.setdefault((line["prompt"], line.get("text")), line)
     prompts = list(found.values())
     if len(prompts) < 2:
         raise InputError(
