@@ -196,8 +196,9 @@ def test_a_slot_takes_the_next_text_as_soon_as_its_own_has_ended():
     left, begun = list(handles), set()
     while len(engine):
         results = engine.step()
-        # Two at a time, in the order in which they came, as long as there are two.
-        assert sorted(results) == left[:2]
+        # Two at a time, in the order in which they came, as long as there are two; one may still read its prompt.
+        assert results.keys() <= {*left[:2]} and begun & {*left[:2]} <= results.keys()
+        assert engine.running == min(2, len(left)) - sum(b.finish_reason is not None for b in results.values())
         begun |= {*results}
         for handle, block in results.items():
             if block.finish_reason is not None:

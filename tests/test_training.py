@@ -171,9 +171,9 @@ def test_a_draft_that_is_its_target_is_always_accepted(folder: Path, tmp_path: P
     learner = DraftModel(
         whole.config, read_state_dict(whole), target, tokenizer_dir=whole.dir, dtype=torch.float32, k=4
     )
-    chances = learner.chances(StatesOf(target, some_texts(), keep=False).batch([0, 1, 2]), Sampling(0.8, top_k=5))
+    found = learner.ratios(StatesOf(target, some_texts(), keep=False).batch([0, 1, 2]), Sampling(0.8, top_k=5))
     # A random text holds tokens that top-k leaves out; where the target can write them, so can the draft.
-    assert all(set(c.unique().tolist()) <= {0.0, 1.0} for c in chances)
+    assert all(set(c.unique().tolist()) <= {0.0, 1.0} for c in found)
     learner.save(tmp_path / "same")
     saved = read_state_dict(open_checkpoint(tmp_path / "same"))
     assert all(torch.equal(saved[name], w) for name, w in read_state_dict(whole).items())
@@ -324,7 +324,7 @@ def test_served_tokens_a_round_are_those_simulated_on_the_served_texts(folder: P
     target = frozen(folder)
     learner = DraftModel(whole.config, noisy, target, tokenizer_dir=whole.dir, dtype=torch.float32, k=3)
     states = StatesOf(target, texts, keep=False)
-    found = expected_rounds(learner.chances(states.batch(range(len(texts))), Sampling(**sampling)), 3)
+    found = expected_rounds(learner.ratios(states.batch(range(len(texts))), Sampling(**sampling)), 3)
     rounds = sum(c.stats.rounds for c in served)
     assert rounds > 200 and found.tokens == sum(len(c.token_ids) - 1 for c in served)
     # Four standard deviations of a count of rounds that vary by about one token each.

@@ -108,41 +108,42 @@ def table(seed: int, depth: int, vocab: int) -> dict[tuple[int, ...], Tensor]:
 
 
 def enumerated(p: dict[tuple[int, ...], Tensor], q: dict[tuple[int, ...], Tensor], depth: int, k: int) -> list[float]:
-    """Rounds, and acceptances by position, of speculative sampling: every proposal and every outcome, by its chance."""
+    """Rounds, and acceptances by position, of block verification (Algorithm 2 of Sun et al. 2024, arXiv 2403.10444).
+
+    Every proposal and every outcome counts by its chance.
+    """
     vocab = len(p[()])
     counts = [0.0] * (k + 1)
 
     def go(text: tuple[int, ...], weight: float) -> None:
-        if len(text) == depth or weight == 0:
+        if len(text) == depth or weight < 1e-15:
             return
         counts[0] += weight
-        propose(text, (), weight, min(k, depth - len(text) - 1))
-
-    def propose(text: tuple[int, ...], taken: tuple[int, ...], weight: float, left: int) -> None:
-        here = text + taken
-        if not left:
-            for x in range(vocab):
-                go((*here, x), weight * float(p[here][x]))
-            return
-        residual = (p[here] - q[here]).clamp(min=0)
-        refused = 0.0
-        for x in range(vocab):
-            drawn = weight * float(q[here][x])
-            accept = min(1.0, float(p[here][x] / q[here][x]))
-            counts[1 + len(taken)] += drawn * accept
-            propose(text, (*taken, x), drawn * accept, left - 1)
-            refused += drawn * (1 - accept)
-        if refused > 0:
-            for x in range(vocab):
-                go((*here, x), refused * float(residual[x] / residual.sum()))
+        m = min(k, depth - len(text) - 1)
+        for x in itertools.product(range(vocab), repeat=m):
+            drawn = weight * math.prod(float(q[text + x[:i]][x[i]]) for i in range(m))
+            kept, left = [1.0], []
+            for i in range(m):
+                left.append((kept[i] * p[text + x[:i]] - q[text + x[:i]]).clamp(min=0))
+                kept.append(min(1.0, kept[i] * float(p[text + x[:i]][x[i]] / q[text + x[:i]][x[i]])))
+            left.append(p[text + x])
+            still = drawn  # no longer part has been kept
+            for i in range(m, -1, -1):
+                rest = float(left[i].sum())
+                share = 1.0 if i == 0 else kept[i] if i == m else rest / (rest + 1 - kept[i]) if rest else 0.0
+                for j in range(i):
+                    counts[1 + j] += still * share
+                for y in range(vocab):
+                    go((*text, *x[:i], y), still * share * float(left[i][y] / rest) if rest else 0.0)
+                still *= 1 - share
 
     for x in range(vocab):
         go((x,), float(p[()][x]))
     return counts
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 6])
-def test_expected_rounds_are_those_of_enumerating_speculative_sampling(k: int) -> None:
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_expected_rounds_are_those_of_enumerating_block_verification(k: int) -> None:
     depth, vocab = 5, 2
     p, q = table(0, depth, vocab), table(1, depth, vocab)
     wanted = enumerated(p, q, depth, k)
@@ -160,8 +161,8 @@ def test_expected_rounds_are_those_of_enumerating_speculative_sampling(k: int) -
 
 def test_expected_rounds_of_a_block_drafter_use_the_row_of_the_round() -> None:
     # Behind token 0 both proposals are right, behind token 3 none: rounds commit tokens 1-3, then 4, then 5.
-    chances = torch.tensor([[1.0, 1.0], [0.0, 0.0], [0.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
-    found = expected_rounds([chances], 2)
+    of_text = torch.tensor([[1.0, 1.0], [0.0, 0.0], [0.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    found = expected_rounds([of_text], 2)
     assert (found.tokens, found.rounds) == (5, 3.0)
     # The round of the last token proposes nothing, the one before it at most one token.
     assert found.proposed == (2.0, 1.0) and found.accepted == (1.0, 1.0)

@@ -121,7 +121,7 @@ class Trial:
         self._slots.placed.runner.begin_round()
         for slot in self._texts:
             slot.speculative_k = k
-        for proposal in propose(self._texts).values():
+        for proposal in propose(self._texts, self._slots.placed.device).values():
             proposal.tokens.tolist()
 
     def close(self) -> None:

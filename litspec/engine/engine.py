@@ -115,11 +115,20 @@ class Engine:
     def step(self) -> dict[int, Block | InputError]:
         """Lets every text go on by a block: its first token where its prompt has just been read, else those of a round.
 
-        While texts run, prompts of others are read in chunks, one or so in each step.
+        While texts run, prompts of others are read: short ones in the same forward, long ones in chunks, one or so in
+        each step.
 
         Returns:
-            By handle the block, or why the text cannot go on. A text that has ended, either way, has left its slot.
+            By handle the block, or why the text cannot go on; of one text at least, if there is any. A text that has
+            ended, either way, has left its slot.
         """
+        results = self._step()
+        while not results and self._running:
+            results = self._step()
+        return results
+
+    def _step(self) -> dict[int, Block | InputError]:
+        """`step`, in which perhaps no text gets on, as prompts are still being read."""
         self.prepare()
         results: dict[int, Block | InputError] = dict(self._failed)
         self._failed.clear()
@@ -128,14 +137,20 @@ class Engine:
         # Texts that run wait for a chunk of other prompts, but not longer.
         budget = PREFILL_CHUNK if running else None
         for handle, request, slot in texts.values():
-            if not slot.text.started and (budget is None or budget > 0):
+            if not slot.text.started:
                 try:
+                    if slot.read_in_round(request.prompt, self._cache):
+                        running.append(slot)
+                        continue
+                    if budget == 0:
+                        continue
                     count, first = slot.prefill(request.prompt, self._cache, budget)
-                    budget = None if budget is None else budget - count
+                    budget = None if budget is None else max(0, budget - count)
                     if first is not None:
                         results[handle] = slot.commit(first)
                 except InputError as error:
                     slot.error = error
+        running.sort(key=lambda slot: slot.number)
         for slot, tokens, proposed in run_round(running, self._cache) if running else []:
             results[texts[slot.number][0]] = slot.commit(tokens, proposed)
         for handle, request, slot in texts.values():

@@ -27,6 +27,29 @@ if TYPE_CHECKING:
     from litspec.model import KVCache
 
 
+# A prompt of at most so many blocks is read in blocks of a round, beside the texts that run.
+SHORT_BLOCKS = 2
+
+
+class Piece(NamedTuple):
+    """Tokens of a short prompt that a round reads in place of a block to verify.
+
+    Attributes:
+        prompt: The whole prompt.
+        start: Position of the first token to read.
+        end: Position behind the last.
+    """
+
+    prompt: Sequence[int]
+    start: int
+    end: int
+
+    @property
+    def last(self) -> bool:
+        """Whether the prompt ends with it, so that the text's first token follows."""
+        return self.end == len(self.prompt)
+
+
 @dataclass(eq=False)
 class Slot:
     """A text in a slot.
@@ -46,6 +69,7 @@ class Slot:
         error: Why the text cannot go on: its drafter broke the protocol, or numbers are not finite.
         logprobs: Of the tokens of the last round, where they are asked for.
         stops: (s,), tokens that end the text; None for none.
+        reading: What the next round reads of the prompt; None where the text runs, or its prompt is read in chunks.
     """
 
     text: Text
@@ -61,6 +85,7 @@ class Slot:
     error: InputError | None = None
     logprobs: list[TokenLogprobs] = field(init=False, default_factory=list)
     stops: torch.Tensor | None = field(init=False, default=None)
+    reading: Piece | None = field(init=False, default=None)
     _begun: bool = field(init=False, default=False)
     _last_state: torch.Tensor | None = field(init=False, default=None)  # (1, len(taps) * C), of what has been read
 
@@ -100,6 +125,36 @@ class Slot:
         """Equal for texts whose tokens can be chosen together."""
         return self.sampler.kind, self.target.stop_ids
 
+    @property
+    def block(self) -> tuple[Sequence[int], int]:
+        """Tokens that its block begins with, the last committed one or some of its prompt, and the first's position."""
+        if self.reading is not None:
+            return self.reading.prompt[self.reading.start : self.reading.end], self.reading.start
+        return (self.text.last,), self.text.input_pos
+
+    def read_in_round(self, prompt: Sequence[int], cache: Slots) -> bool:
+        """Lets the next round read a part of a short prompt, if that is how this prompt is read.
+
+        A round has the same rows for all texts, so one more costs little, while a forward of its own would cost a whole
+        step. How a prompt is read depends on the prompt alone, and rows of a block have equal bits in any round.
+        Compiled steps, drafters that see states, and grammars, which must know each token, read prompts in chunks.
+        """
+        target = self.target
+        short = len(prompt) <= SHORT_BLOCKS * target.verify_width
+        if not short or self.taps or self.grammar is not None or target.runner.compiles:
+            return False
+        self._begin(prompt, cache)
+        start = len(prompt) - target.unread
+        self.reading = None
+        if target.unread:
+            self.reading = Piece(prompt, start, min(start + target.verify_width, len(prompt)))
+        return self.reading is not None
+
+    def _begin(self, prompt: Sequence[int], cache: Slots) -> None:
+        if not self._begun:
+            cache.begin(self.number, prompt, self.taps)
+            self._begun = True
+
     def prefill(self, prompt: Sequence[int], cache: Slots, most: int | None) -> tuple[int, list[int] | None]:
         """Reads the prompt, or a part of it.
 
@@ -112,9 +167,7 @@ class Slot:
             How many tokens were read, and the first token of the text where the prompt has been read to its end.
         """
         target = self.target
-        if not self._begun:
-            cache.begin(self.number, prompt, self.taps)
-            self._begun = True
+        self._begin(prompt, cache)
         before = target.unread
         while target.unread and (most is None or before - target.unread < most):
             begin = len(prompt) - target.unread
@@ -137,11 +190,15 @@ class Slot:
         if self.error is not None:
             raise self.error
         tokens, _ = found[self.number]
+        self.tell_drafter(prompt, tokens)
+        return tokens
+
+    def tell_drafter(self, prompt: Sequence[int], tokens: Sequence[int]) -> None:
+        """Commits the prompt and the first token to the draft session."""
         if self.draft is not None:
             if not self.taps:
                 self.draft.commit(list(prompt), 0, None)
-            self.draft.commit(list(tokens), position, self._last_state)
-        return tokens
+            self.draft.commit(list(tokens), len(prompt), self._last_state)
 
 
 # Numbers of an outcome before its tokens.
@@ -194,16 +251,18 @@ def run_round(slots: Sequence[Slot], cache: Slots) -> list[tuple[Slot, list[int]
     """One round of some texts.
 
     Args:
-        slots: The texts, in the order of their slots' numbers.
+        slots: The texts, in the order of their slots' numbers; they run, or are `reading` a part of their prompt.
         cache: The slots.
 
     Returns:
         The texts that go on; for each the tokens to commit, which are the accepted proposals and one token of the
-        target's own, and how many were proposed. The others have an `error`.
+        target's own, and how many were proposed. Texts whose prompt has not been read to its end are not among them,
+        nor are those that have an `error`.
     """
     cache.placed.runner.begin_round()
     began = time.perf_counter()
-    proposals = propose(slots)
+    proposals = propose([slot for slot in slots if slot.reading is None], cache.placed.device)
+    proposals |= {slot.number: _nothing(cache.placed.device) for slot in slots if slot.reading is not None}
     slots = [slot for slot in slots if slot.error is None]
     if not slots:
         return []
@@ -213,38 +272,52 @@ def run_round(slots: Sequence[Slot], cache: Slots) -> list[tuple[Slot, list[int]
 
     def next_ks(numbers: list[int]) -> list[int]:
         for slot, begin in zip(outcomes.order, accumulate(outcomes.sizes, initial=0)):
-            if slot is not None:
+            if slot is not None and slot.reading is None:
                 accepted, _, proposed = numbers[begin : begin + 3]
                 slot.choose_k.observe(proposed=proposed, accepted=accepted)
         return [0 if slot is None else slot.choose_k.choose() for slot in outcomes.order]
 
     found = _read(outcomes.order, outcomes.sizes, outcomes.packed, next_ks)
+    going_on = []
     for slot in slots:
-        if slot.draft is not None and slot.error is None:
+        piece, slot.reading = slot.reading, None
+        if slot.error is not None:
+            continue
+        if piece is not None:
+            slot.target.has_read(piece.end - piece.start, outcomes.logits[slot.number])
+            if not piece.last:
+                continue
+            slot.tell_drafter(piece.prompt, found[slot.number][0])
+        elif slot.draft is not None:
             tokens = found[slot.number][0]
             states = outcomes.states.get(slot.number)
             states = None if states is None else states[: len(tokens)]
             # A copy: what a drafter does with it cannot reach the text.
             slot.draft.commit(list(tokens), slot.text.input_pos + 1, states)
+        going_on.append((slot, *found[slot.number]))
     ended = time.perf_counter()
     for slot in slots:
-        slot.draft_seconds += drafted - began
-        slot.verify_seconds += ended - drafted
-    return [(slot, *found[slot.number]) for slot in slots if slot.error is None]
+        if slot.text.started:
+            slot.draft_seconds += drafted - began
+            slot.verify_seconds += ended - drafted
+    return going_on
 
 
-def propose(slots: Sequence[Slot]) -> dict[int, Proposal]:
+def _nothing(device: torch.device) -> Proposal:
+    return Proposal(torch.empty(0, dtype=torch.int64, device=device))
+
+
+def propose(slots: Sequence[Slot], device: torch.device) -> dict[int, Proposal]:
     """What the drafters of some texts propose, by slot; at most as many tokens as the round can use.
 
     A text whose drafter broke the protocol has an `error` instead.
     """
-    device = slots[0].target.device
     Sampler.start_rounds([slot.sampler for slot in slots], [slot.text.input_pos + 1 for slot in slots], device)
     found: dict[int, Proposal] = {}
     asked: dict[int, list[Slot]] = {}  # by drafter
     for slot in slots:
         if slot.draft is None or slot.next_k < 1:
-            found[slot.number] = Proposal(torch.empty(0, dtype=torch.int64, device=device))
+            found[slot.number] = _nothing(device)
         elif forced := _forced(slot):
             found[slot.number] = Proposal(torch.tensor(forced, device=device))
         else:
@@ -340,17 +413,21 @@ class Outcomes(NamedTuple):
         order: Whose outcome stands in each place; None: nobody's.
         sizes: Numbers of each.
         states: By slot what the taps of its drafter saw, (rows, len(taps) * C).
+        logits: By slot what followed a part of its prompt, (1, V).
     """
 
     packed: torch.Tensor
     order: list[Slot | None]
     sizes: list[int]
     states: dict[int, torch.Tensor]
+    logits: dict[int, torch.Tensor]
 
 
 def verify(slots: Sequence[Slot], proposals: dict[int, Proposal], cache: Slots) -> Outcomes:
     """Runs the target over the proposals of some texts and chooses their tokens."""
-    rows = slots[0].target.rows_for(max(proposals[slot.number].tokens.size(0) for slot in slots))
+    # Behind the first token of each block.
+    most = max(len(slot.block[0]) - 1 + proposals[slot.number].tokens.size(0) for slot in slots)
+    rows = slots[0].target.rows_for(most)
     parts: list[Outcomes] = []
     if cache.placed.runner.compiles:
         # Always all slots, so that there is one graph; of each kind of text one.
@@ -370,6 +447,7 @@ def verify(slots: Sequence[Slot], proposals: dict[int, Proposal], cache: Slots) 
         [slot for part in parts for slot in part.order],
         [size for part in parts for size in part.sizes],
         {number: states for part in parts for number, states in part.states.items()},
+        {number: logits for part in parts for number, logits in part.logits.items()},
     )
 
 
@@ -384,24 +462,26 @@ def _verify_together(
     tokens, places = [0] * count, [buffers.size - rows] * count
     for slot in slots:
         at = slot.number - members.start
-        tokens[at], places[at] = slot.text.last, slot.text.input_pos
+        (tokens[at], *_), places[at] = slot.block
     block = torch.full((count, rows), -1, dtype=torch.int64, device=device)
     block[:, 0] = torch.tensor(tokens) if count > 1 else tokens[0]
     for slot in slots:
         proposed = proposals[slot.number].tokens
-        if proposed.size(0):
+        if slot.reading is not None:
+            block[slot.number - members.start, : len(slot.block[0])] = torch.tensor(slot.block[0])
+        elif proposed.size(0):
             block[slot.number - members.start, 1 : 1 + proposed.size(0)] = proposed
     # Of one text: a number that is on the device already.
     input_pos = buffers.slots[places[0] :][:1] if count == 1 else torch.tensor(places, device=device)
-    kv_length = buffers.bucket(max(slot.text.input_pos for slot in slots) + rows)
+    kv_length = buffers.bucket(max(slot.block[1] for slot in slots) + rows)
     step = Verification(target, slots, members, rows, kv_length)
     q = [step.form(same, proposals) for same in step.kinds]
     inputs = [step.inputs(same) for same in step.kinds]
-    packed, hidden = step.run(buffers, target.placed.same(block), input_pos, q, inputs)
+    packed, hidden, logits = step.run(buffers, target.placed.same(block), input_pos, q, inputs)
     order = [slot for same in step.kinds for slot in same]
     # An idle slot has the size of those that it runs along with.
     sizes = [next(slot.size for slot in same if slot is not None) for same in step.kinds for _ in same]
-    return Outcomes(packed, order, sizes, step.states(hidden))
+    return Outcomes(packed, order, sizes, step.states(hidden), step.logits(logits))
 
 
 class Verification:
@@ -439,6 +519,10 @@ class Verification:
         # Which of the sequences that run are of each kind; None for all.
         self._numbers = [self._which(same) for same in self.kinds]
         self._taps = tuple(dict.fromkeys(tap for slot in slots for tap in slot.taps))
+        # Texts that read, the sequences that they are, and the last row of each.
+        self._readers = [slot for slot in slots if slot.reading is not None]
+        self._reading = [slot.number - members.start for slot in self._readers]
+        self._last_rows = [len(slot.block[0]) - 1 for slot in self._readers]
 
     def _which(self, same: Sequence[Slot | None]) -> tuple[int, ...] | None:
         if len(same) == len(self._members):
@@ -491,6 +575,10 @@ class Verification:
                 found[slot.number] = own
         return found
 
+    def logits(self, logits: torch.Tensor | None) -> dict[int, torch.Tensor]:
+        """By slot what followed a part of its prompt, (1, V), of those of all texts that read, (n, V)."""
+        return {} if logits is None else {slot.number: logits[i : i + 1] for i, slot in enumerate(self._readers)}
+
     def key(self, buffers: KVCache, q: Sequence[Distribution | None]) -> Hashable:
         """Names all that the step depends on."""
         forms = tuple(None if each is None else (each.probs.size(-1), each.ids is None) for each in q)
@@ -506,12 +594,13 @@ class Verification:
         input_pos: torch.Tensor,
         q: list[Distribution | None],
         inputs: list[Inputs],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The outcomes of the texts, one after the other in the order of `kinds`, and the states of all rows.
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """The outcomes of the texts, one after the other in the order of `kinds`, the states of all rows, and the
+        logits behind parts of prompts.
 
         Args:
             buffers: Keys and values of the sequences.
-            block: (sequences, rows): a token, its proposal, and -1 where nothing was proposed.
+            block: (sequences, rows): a token and its proposal, or a part of a prompt; and -1 behind it.
             input_pos: (sequences,), positions of the first column.
             q: For each kind what its proposals were drawn from, rows - 1 rows a text.
             inputs: For each kind its samplers'.
@@ -520,6 +609,7 @@ class Verification:
         model, width, vocab_size = target.model, target.verify_width, target.config.padded_vocab_size
         numbers, samplers, stops = self._numbers, self._samplers, self._stops
         kv_length, taps = self._kv_length, self._taps
+        reading, last_rows = self._reading, self._last_rows
 
         def step(
             buffers: KVCache,
@@ -528,16 +618,21 @@ class Verification:
             q: list[Distribution | None],
             stops: list[torch.Tensor | None],
             inputs: list[Inputs],
-        ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
             fed = block.clamp(0, vocab_size - 1)
             result = model.verify(fed, input_pos, buffers, kv_length=kv_length, taps=taps)
             logits, hidden = result if isinstance(result, tuple) else (result, None)
+            behind = None
+            if reading:
+                # What follows the last of these rows is chosen as if it were the only one.
+                logits[reading, 0] = behind = logits[reading, last_rows]
+                block = block.index_fill(0, torch.tensor(reading, device=block.device), -1)
             outcomes = []
             for i, sampler in enumerate(samplers):
                 own, proposed = _of(logits, numbers[i]), _of(block, numbers[i])[:, 1:]
                 outcomes.append(outcome(sampler, own, inputs[i], proposed, q[i], stops[i], width))
             packed = [each.flatten() for each in outcomes]
-            return packed[0] if len(packed) == 1 else torch.cat(packed), hidden
+            return packed[0] if len(packed) == 1 else torch.cat(packed), hidden, behind
 
         key = self.key(buffers, q) if target.runner.compiles else None
         return target.runner.run(key, step, buffers, block, input_pos, q, stops, inputs)

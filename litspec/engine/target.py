@@ -188,6 +188,11 @@ class TargetSession:
         self._logits = logits[0] if end == len(prompt) else None
         return None if hidden is None else hidden[0]
 
+    def has_read(self, count: int, logits: torch.Tensor) -> None:
+        """Notes that the next tokens of the prompt have been read in a round, and the logits (1, V) behind them."""
+        self._tokens = self._prompt[: len(self._tokens) + count]
+        self._logits = None if self.unread else logits
+
     def holds(self, prompt: Sequence[int]) -> int:
         """Tokens at the beginning of a prompt that need not be read again: all of it, or whole chunks."""
         if self._logits is not None and self._tokens == prompt:

@@ -211,16 +211,14 @@ class BlockDrafter(Learner):
         return self._tables
 
     @torch.no_grad()
-    def chances(self, batch: dict[str, Tensor], sampling: Sampling) -> list[Tensor]:
-        """See `Learner.chances`: a row for the block behind each token of the answer, (n, k)."""
+    def ratios(self, batch: dict[str, Tensor], sampling: Sampling) -> list[Tensor]:
+        """See `Learner.ratios`: a row for the block behind each token of the answer, (n, k)."""
         return [
-            self._chances(
-                batch["ids"][i, :end], batch["tapped"][i, :end], batch["final"][i, :end], begin, end, sampling
-            )
+            self._ratios(batch["ids"][i, :end], batch["tapped"][i, :end], batch["final"][i, :end], begin, end, sampling)
             for i, (begin, end) in enumerate(zip(batch["begins"].tolist(), batch["ends"].tolist()))
         ]
 
-    def _chances(self, ids: Tensor, tapped: Tensor, final: Tensor, begin: int, end: int, sampling: Sampling) -> Tensor:
+    def _ratios(self, ids: Tensor, tapped: Tensor, final: Tensor, begin: int, end: int, sampling: Sampling) -> Tensor:
         p = torch.zeros(end, device=ids.device)  # of each token, by the target
         p[begin + 1 :] = probability(self._target.logits(final[begin:-1]), ids[begin + 1 :], sampling)
         found = []

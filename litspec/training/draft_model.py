@@ -94,8 +94,8 @@ class DraftModel(Learner):
         )
 
     @torch.no_grad()
-    def chances(self, batch: dict[str, Tensor], sampling: Sampling) -> list[Tensor]:
-        """See `Learner.chances`: one column, since proposals depend on the text alone."""
+    def ratios(self, batch: dict[str, Tensor], sampling: Sampling) -> list[Tensor]:
+        """See `Learner.ratios`: one column, since proposals depend on the text alone."""
         rows = self.gpt(self._known(batch["ids"]))
         found = []
         for i, (begin, end) in enumerate(zip(batch["begins"].tolist(), batch["ends"].tolist())):

@@ -28,7 +28,7 @@ class Learner(nn.Module):
         """The mean loss of a batch of `StatesOf.batch`, a scalar."""
 
     @abstractmethod
-    def chances(self, batch: dict[str, Tensor], sampling: Sampling) -> list[Tensor]:
+    def ratios(self, batch: dict[str, Tensor], sampling: Sampling) -> list[Tensor]:
         """For each text of a batch what `expected_rounds` wants."""
 
     @abstractmethod

@@ -146,11 +146,11 @@ class Training:
     @torch.no_grad()
     def measure(self, sampling: Sampling) -> dict[str, Any]:
         """Tokens a round on the held-out answers, from distributions, and acceptance by position."""
-        chances: list[Tensor] = []
+        found_ratios: list[Tensor] = []
         with self.fabric.autocast():
             for numbers in torch.arange(self.measured).split(MEASURED_AT_ONCE):
-                chances += self.learner.chances(self.held_out.batch(numbers.tolist()), sampling)
-        found = expected_rounds(chances, self.k)
+                found_ratios += self.learner.ratios(self.held_out.batch(numbers.tolist()), sampling)
+        found = expected_rounds(found_ratios, self.k)
         return {
             "tokens_per_round": round(found.tokens_per_round, 4),
             "acceptance_by_position": [round(x, 4) for x in found.acceptance_by_position],

@@ -1,9 +1,11 @@
-"""Tokens a round, computed from distributions along texts that the target wrote: no drafting, and no luck in it.
+"""Tokens per round, computed from distributions along texts that the target wrote: no drafting, and no luck in it.
 
-Given the text, speculative sampling is a chain of known chances. A committed token x was the draft's accepted proposal
-with probability min(1, q(x) / p(x)), since a proposal is x and accepted with probability min(p(x), q(x)), and the token
-is x with probability p(x) (Leviathan et al. 2023, arXiv 2211.17192). So the expected number of rounds of a text follows
-from these ratios, exactly; its mean over texts of the target is that of decoding itself.
+Given the text, speculative sampling is a chain of known chances. Block verification (Sun et al. 2024, arXiv 2403.10444)
+keeps the first i proposals of x with probability w_i = min(1, w_(i-1) p(x_i) / q(x_i)). They are proposed with
+probability q(x_1) ... q(x_i), and the text goes on in this way with probability p(x_1) ... p(x_i). So, given the text,
+its next i tokens were accepted proposals with probability w_i times the product of all q / p, which is the least of the
+products of the first j ratios, j = 0, ..., i. The expected number of rounds of a text follows from these ratios,
+exactly; its mean over texts of the target is that of decoding itself.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ import torch
 from torch import Tensor
 
 from litspec.sampling import Sampling, processed
+
+# So that products over a block stay finite.
+LARGEST_RATIO = 1e12
 
 
 @dataclass(frozen=True)
@@ -45,8 +50,8 @@ class Rounds:
 
 
 def ratios(p: Tensor, q: Tensor) -> Tensor:
-    """Chance that a committed token was accepted: min(1, q / p) of its probabilities, elementwise."""
-    return (q / p.clamp_min(1e-30)).clamp(max=1.0)
+    """q / p of committed tokens, elementwise; at most `LARGEST_RATIO`."""
+    return (q / p.clamp_min(1e-30)).clamp(max=LARGEST_RATIO)
 
 
 def probability(logits: Tensor, tokens: Tensor, sampling: Sampling) -> Tensor:
@@ -57,13 +62,13 @@ def probability(logits: Tensor, tokens: Tensor, sampling: Sampling) -> Tensor:
     return found
 
 
-def expected_rounds(accepted: Sequence[Tensor], k: int) -> Rounds:
+def expected_rounds(ratios_of_texts: Sequence[Tensor], k: int) -> Rounds:
     """Expected rounds of speculative decoding along given texts.
 
     Args:
-        accepted: For each text `(n, k)` or `(n, 1)`: row i is about a round behind the text's token i (from 0), column
-            j the chance that its proposal j + 1, which stands for token i + j + 1, is accepted where those before it
-            were. One column serves drafters whose proposals depend on the text alone: row i is then about token i + 1.
+        ratios_of_texts: For each text `(n, k)` or `(n, 1)`: row i is about a round behind the text's token i (from 0),
+            column j has q / p of token i + j + 1, for which its proposal j + 1 stands (see `ratios`). One column serves
+            drafters whose proposals depend on the text alone: row i is then about token i + 1.
         k: Proposals a round; fewer where fewer than k + 1 tokens are left.
 
     Returns:
@@ -71,12 +76,13 @@ def expected_rounds(accepted: Sequence[Tensor], k: int) -> Rounds:
     """
     tokens, rounds = 0, 0.0
     proposed, taken = torch.zeros(k, dtype=torch.float64), torch.zeros(k, dtype=torch.float64)
-    for chances in accepted:
-        n = chances.size(0)
+    for of_text in ratios_of_texts:
+        n = of_text.size(0)
         tokens += n
-        table = _by_round(chances.double().cpu(), k)
+        table = _by_round(of_text.double().cpu(), k)
         # prefix[i, j]: the first j proposals of a round behind token i are accepted; it proposes min(k, n - 1 - i).
-        prefix = torch.cat((torch.ones(n, 1, dtype=torch.float64), table.cumprod(1)), dim=1)
+        kept = table.cumprod(1).clamp(max=1.0).cummin(1).values
+        prefix = torch.cat((torch.ones(n, 1, dtype=torch.float64), kept), dim=1)
         limit = (n - 1 - torch.arange(n)).clamp(max=k)
         made = torch.arange(k) < limit.unsqueeze(1)
         # end[i, j]: exactly j accepted, so that the next round begins behind token i + j + 1.
@@ -95,9 +101,9 @@ def expected_rounds(accepted: Sequence[Tensor], k: int) -> Rounds:
     return Rounds(tokens, rounds, tuple(proposed.tolist()), tuple(taken.tolist()))
 
 
-def _by_round(chances: Tensor, k: int) -> Tensor:
-    """`(n, k)`: the chance of proposal j of a round behind token i, from either form."""
-    if chances.size(1) == k and k > 1:
-        return chances
-    padded = torch.cat((chances[:, 0], torch.zeros(k, dtype=chances.dtype)))
-    return padded.unfold(0, k, 1)[: chances.size(0)]
+def _by_round(of_text: Tensor, k: int) -> Tensor:
+    """`(n, k)`: the ratio of proposal j of a round behind token i, from either form."""
+    if of_text.size(1) == k and k > 1:
+        return of_text
+    padded = torch.cat((of_text[:, 0], torch.zeros(k, dtype=of_text.dtype)))
+    return padded.unfold(0, k, 1)[: of_text.size(0)]
