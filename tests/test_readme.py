@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [
     README,
+    ROOT / ".github" / "CONTRIBUTING.md",
     *sorted(path for top in ("litspec", "config_hub", "scripts", "tests") for path in (ROOT / top).rglob("README.md")),
 ]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
