@@ -40,9 +40,9 @@ class Measured(NamedTuple):
     """Log-probabilities on the device.
 
     Attributes:
-        own: (..., R) float32, of the tokens.
-        top: (..., R, n) float32, of the most likely ones ...
-        ids: (..., R, n) int64, ... which are these.
+        own: (..., R) float32, log-probabilities of the tokens.
+        top: (..., R, n) float32, log-probabilities of the n most likely tokens.
+        ids: (..., R, n) int64, ids of the n most likely tokens.
     """
 
     own: torch.Tensor

@@ -34,8 +34,8 @@ class Stats:
         draft_seconds: Of decoding, spent proposing (host time).
         verify_seconds: Of decoding, spent verifying (host time).
         rounds_without_proposal: Share of rounds in which nothing was proposed.
-        accepted_by_position: For each position in a block, how many proposals there were accepted ...
-        proposed_by_position: ... of how many.
+        accepted_by_position: Number of accepted proposals at each position of a block.
+        proposed_by_position: Number of proposals at each position of a block.
         tokens_per_round_histogram: Rounds that brought 1, 2, 3, ... tokens.
     """
 

@@ -28,8 +28,8 @@ class PromptLookup(Drafter):
 
     Args:
         max_k: Most proposals a round.
-        max_ngram: Longest run of tokens that is looked for ...
-        min_ngram: ... and the shortest.
+        max_ngram: Longest n-gram to look for, in tokens.
+        min_ngram: Shortest n-gram to look for, in tokens.
 
     Raises:
         InputError: For lengths outside 1 <= min_ngram <= max_ngram.

@@ -49,8 +49,8 @@ class Heartbeat:
         needed: Whether this rank cannot go on without the others, as within a round.
 
     Args:
-        rank: This process ...
-        world_size: ... of so many.
+        rank: Rank of this process.
+        world_size: Number of ranks.
         store: Shared by all ranks, see `own_store`.
         children: Processes that this one has started as ranks: of these it sees at once that they have ended.
     """

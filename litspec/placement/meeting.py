@@ -35,8 +35,8 @@ class Meeting:
         nodes: Machines.
 
     Attributes:
-        rank: This process among ...
-        ranks: ... so many.
+        rank: Rank of this process.
+        ranks: Number of ranks.
         children: The processes that this one has started, by rank.
 
     Raises:

@@ -34,8 +34,8 @@ class Shard:
 
     Attributes:
         config: The whole model's.
-        rank: This one of ...
-        world_size: ... so many.
+        rank: The rank.
+        world_size: Number of ranks.
     """
 
     config: Config
@@ -209,8 +209,8 @@ class TensorParallel:
         draft_model: The draft's model, where there is a draft.
         device: Where the target's tokens and logits are.
         verify_width: W.
-        rank: This process ...
-        world_size: ... of so many.
+        rank: Rank of this process.
+        world_size: Number of ranks.
         heartbeat: Tells when another rank has died.
         runner: Runs the steps, as they are.
     """

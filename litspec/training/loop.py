@@ -54,8 +54,8 @@ class Training:
         learner: What is trained.
         texts: How many texts there are to train on.
         train: Their states.
-        held_out: States of the measured texts, of which there are ...
-        measured: ... so many.
+        held_out: States of the held-out texts.
+        measured: Number of held-out texts to measure on.
         files: The run's files.
         config: The settings.
         sampling: Under which tokens a round are counted.
