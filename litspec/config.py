@@ -154,7 +154,7 @@ class LoadConfig:
         metadata=_about(
             "texts",
             "Compile the steps (`torch.compile`), before the first token of the first text of its "
-            "length: seconds to minutes once, for more tokens a second. Where two tokens are nearly equal the text "
+            "length: seconds to minutes once, for more tokens per second. Where two tokens are nearly equal the text "
             "may be another than without; with and without a drafter it is the same.",
         ),
     )
@@ -310,7 +310,7 @@ class GenerateConfig:
         default="auto",
         metadata=_about(
             "proposals",
-            "Tokens that the drafter proposes a round, 0 to verify_width - 1; auto chooses what pays. With the "
+            "Tokens that the drafter proposes per round, 0 to verify_width - 1; auto chooses what pays. With the "
             "rejection sampler a sampled text depends on k, so there auto looks at counts only, never at a clock.",
         ),
     )

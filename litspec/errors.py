@@ -16,9 +16,9 @@ def printable(text: str) -> str:
 class InputError(ValueError):
     """A setting, file or prompt that cannot be used.
 
-    The message is one sentence for the user: what was wrong, the value seen, and what would be right. The command prints
-    it and exits with 2. In Python it is a `ValueError`. The message may quote files and names, which can hold any
-    character, so its control characters are escaped.
+    The message is one sentence for the user: what was wrong, the value seen, and what would be right. The command
+    prints it and exits with 2. In Python it is a `ValueError`. The message may quote files and names, which can hold
+    any character, so its control characters are escaped.
     """
 
     def __init__(self, message: str) -> None:

@@ -32,7 +32,7 @@ def position_keys(seed: int | tuple[torch.Tensor, torch.Tensor], positions: torc
         (R, 2) int64, 32 bits each.
     """
     # The seed is scrambled before a position meets it: seeds 0 and 1 must not share their noise at neighbouring
-    # positions. Two keys a position, since of one key of 32 bits two positions of a long text would have the same
+    # positions. Two keys per position, since of one key of 32 bits two positions of a long text would have the same
     # noise, shifted by a few ids. The constants keep zeros apart, which the hash leaves zero.
     low, high = seed_words(seed) if isinstance(seed, int) else seed
     key = lowbias32(positions ^ lowbias32(lowbias32(low ^ 0x9E3779B9) ^ high))

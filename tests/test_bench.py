@@ -180,7 +180,7 @@ def test_advice_says_why_plain_decoding_is_faster() -> None:
     runs.append(Run("draft_model", 4, 8, tokens_per_round=1.5, proposed_per_round=3.5, speedup=0.75))
     advice = advise(runs, PARTS)
     assert advice.startswith("Plain decoding is faster (--drafter none), because the best drafter ")
-    # 1.5 tokens a round at 0.75 of plain decoding's speed: a round takes two plain steps.
+    # 1.5 tokens per round at 0.75 of plain decoding's speed: a round takes two plain steps.
     assert "(draft_model, k = 4) brings 1.50 tokens a round, and its round takes 2.00 plain steps" in advice
     assert advice.endswith("(its parts: 1.20 to verify, 0.70 to draft).")
     assert "\n" not in advice

@@ -27,7 +27,7 @@ class PromptLookup(Drafter):
     tokens, so that the last T - e tokens are repeated as often as fits. It ends with its first stop token.
 
     Args:
-        max_k: Most proposals a round.
+        max_k: Most proposals per round.
         max_ngram: Longest n-gram to look for, in tokens.
         min_ngram: Shortest n-gram to look for, in tokens.
 

@@ -1,4 +1,4 @@
-"""What the texts of a job depend on. A job is resumed only if all of it is unchanged; else one file would mix two jobs."""
+"""What the texts of a job depend on. A job is resumed only if all of it is unchanged."""
 
 from __future__ import annotations
 

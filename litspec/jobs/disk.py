@@ -85,7 +85,8 @@ class LineFile:
         if there.st_size != self._size:
             raise InputError(
                 f"{str(self.path)!r} was changed by another process while the job wrote it ({there.st_size:,} bytes, "
-                f"{self._size:,} were written); make sure that no other process writes it, and run the same command again."
+                f"{self._size:,} were written); make sure that no other process writes it and run the same command "
+                "again."
             )
 
     def close(self) -> None:

@@ -86,8 +86,9 @@ class Meter:
 
 
 class Interrupts:
-    """Signal handlers of a job. The first SIGTERM lets running texts finish, the second ends the process at once. Ctrl-C
-    waits until a line is written.
+    """Signal handlers of a job. The first SIGTERM lets running texts finish, the second ends the process at once.
+
+    Ctrl-C waits until a line is written.
 
     Attributes:
         stopping: Whether SIGTERM has come.

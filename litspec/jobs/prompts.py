@@ -63,9 +63,9 @@ OVERRIDES = (
 class Prompts:
     """The requests of a prompts file.
 
-    A .jsonl or .ndjson file holds one JSON object per line. Its keys are "prompt", optionally "id" (a string or a whole
-    number), and any of `OVERRIDES`. A .txt file holds one prompt per line. Empty lines are skipped and not counted. An
-    error in a line is reported in its `Request`.
+    A .jsonl or .ndjson file holds one JSON object per line. Its keys are "prompt", optionally "id" (a string or a
+    whole number), and any of `OVERRIDES`. A .txt file holds one prompt per line. Empty lines are skipped and not counted.
+    An error in a line is reported in its `Request`.
 
     The file is read once, so later changes to it have no effect.
 
@@ -83,8 +83,8 @@ class Prompts:
         kind = Path(path).suffix.lower()
         if kind not in (".jsonl", ".ndjson", ".txt"):
             raise InputError(
-                "The name of prompts_file must end in .jsonl (one JSON object per line) or .txt (one prompt per line), got "
-                f"{str(path)!r}"
+                "The name of prompts_file must end in .jsonl (one JSON object per line) or .txt (one prompt per "
+                f"line), got {str(path)!r}"
             )
         try:
             if not stat.S_ISREG(os.stat(path).st_mode):
@@ -124,7 +124,7 @@ class Prompts:
         return Request(index, sample if self.num_samples > 1 else None, **given)
 
     def _parse(self, line: bytes, where: str, given: dict[str, Any]) -> dict[str, Any]:
-        """The content of a line. Its id is put into `given` first, so that it is known even if the rest is invalid."""
+        """The content of a line. Its id goes to `given` first, so that it is known even if the rest is invalid."""
         try:
             text = line.decode()
         except UnicodeDecodeError as error:

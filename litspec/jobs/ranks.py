@@ -13,7 +13,9 @@ from litspec.placement.tensor_parallel import broadcast
 
 
 class Team:
-    """The ranks of a job. With placement "replicate" each generates its own texts; else all generate each text together.
+    """The ranks of a job. With placement "replicate" each rank generates its own texts.
+
+    With other placements all ranks generate each text together.
 
     Attributes:
         leading: Whether this rank writes the out file.
@@ -39,7 +41,7 @@ class Team:
         return job
 
     def share(self, prompts: Prompts, start: int) -> list[int]:
-        """The numbers of this rank's texts, from `start` on. All samples of a prompt go to one rank and share its prefill."""
+        """The numbers of this rank's texts, from `start` on. One rank takes all samples of a prompt."""
         if not self.sharing:
             return list(range(start, len(prompts)))
         n = prompts.num_samples

@@ -207,8 +207,8 @@ def _generate(
 ) -> None:
     """Generates this rank's texts, up to `slots` at a time, until all are done or the job is asked to stop.
 
-    Ranks that generate each text together work in lockstep. If one of them cannot write a text, all end when the running
-    texts have finished.
+    Ranks that generate each text together work in lockstep. If one of them cannot write a text, all end when the
+    running texts have finished.
     """
     todo = iter(numbers)
     failure: BaseException | None = None
@@ -307,8 +307,8 @@ def _longest_first(prompts: Prompts, numbers: Sequence[int], slots: int) -> list
 def _longest(llm: SpecLLM, requests: Sequence[Request], settings: Mapping[str, Any]) -> int:
     """Tokens of the longest text, prompt and completion together, for which the caches are allocated at once.
 
-    Replacing a cache when a longer prompt comes would lose the prefix that prompts share. Only the prompts with the most
-    characters are encoded. If that misses the longest one, the cache is replaced after all.
+    Replacing a cache when a longer prompt comes would lose the prefix that prompts share. Only the prompts with the
+    most characters are encoded. If that misses the longest one, the cache is replaced after all.
     """
     room = llm.placed.model.config.block_size
     longest = sorted(
