@@ -64,8 +64,8 @@ class Prompts:
     """The requests of a prompts file.
 
     A .jsonl or .ndjson file holds one JSON object per line. Its keys are "prompt", optionally "id" (a string or a
-    whole number), and any of `OVERRIDES`. A .txt file holds one prompt per line. Empty lines are skipped and not counted.
-    An error in a line is reported in its `Request`.
+    whole number), and any of `OVERRIDES`. A .txt file holds one prompt per line. Empty lines are skipped
+    and not counted. An error in a line is reported in its `Request`.
 
     The file is read once, so later changes to it have no effect.
 
