@@ -256,6 +256,7 @@ def test_runs_take_turns_text_by_text(llm: SpecLLM, monkeypatch: pytest.MonkeyPa
     assert ticks == [(i, len(calls) + 1) for i in range(len(calls) + 2)]  # the parts are one of them
 
 
+@pytest.mark.slow
 def test_plain_decoding_has_weights_laid_out_for_one_row(
     capsys: pytest.CaptureFixture[str], pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,6 +353,7 @@ def right_share(completions: list[Completion]) -> float:
     return accepted / (accepted + sum(block.accepted < block.proposed for block in rounds))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [GREEDY, COUPLED], ids=["greedy", "coupled"])
 @pytest.mark.parametrize(
     ("drafter", "k"),
@@ -414,6 +416,7 @@ def test_texts_of_one_length_are_corrupted_at_places_of_their_own(llm: SpecLLM) 
     assert proposals(Script(), [[199] * 50], 0.0, 200) == [[0] * 50]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [GREEDY, COUPLED], ids=["greedy", "coupled"])
 def test_simulated_texts_stop_where_the_target_stops(tmp_path: Path, settings: dict[str, Any]) -> None:
     weights = lively_weights(tiny_config(), seed=3)
@@ -457,6 +460,7 @@ def numbers(value: Any) -> list[float]:
     return [value] if isinstance(value, (int, float)) else []
 
 
+@pytest.mark.slow
 def test_json_is_complete_finite_and_agrees_with_itself(
     capsys: pytest.CaptureFixture[str], pair: tuple[Path, Path]
 ) -> None:
@@ -493,6 +497,7 @@ def test_json_is_complete_finite_and_agrees_with_itself(
     assert f"{best['drafter']}" in report["advice"] and f"{best['k']}" in report["advice"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [[], ["--temperature", 0.8, "--sampler", "coupled"]], ids=["greedy", "coupled"])
 def test_a_simulated_run_of_the_command(
     capsys: pytest.CaptureFixture[str], pair: tuple[Path, Path], settings: list[Any]

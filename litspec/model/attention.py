@@ -50,8 +50,8 @@ def folded_rows(heads_per_group: int, width: int) -> int:
     """Rows of the folded queries of a group, including the padding that keeps bits equal.
 
     In a product inside the attention, rows that do not fill a group of `ROW_GROUP` round differently on some CPUs. So
-    do fewer than `FEWEST_ROWS` rows if one head has all threads. A single row is not padded: it has other bits than longer
-    blocks anyway.
+    do fewer than `FEWEST_ROWS` rows if one head has all threads. A single row is not padded: it has other bits than
+    longer blocks anyway.
     """
     rows = heads_per_group * width
     return rows if width == 1 else max(FEWEST_ROWS, -(-rows // ROW_GROUP) * ROW_GROUP)

@@ -3,9 +3,9 @@
 For a given text, each step of speculative sampling has a known probability. Block verification (Sun et al. 2024, arXiv
 2403.10444) keeps the first i proposals of x with probability w_i = min(1, w_(i-1) p(x_i) / q(x_i)). They are proposed
 with probability q(x_1) ... q(x_i), and the text goes on in this way with probability p(x_1) ... p(x_i). So, given the
-text, its next i tokens were accepted proposals with probability w_i times the product of all q / p, which is the least of the
-products of the first j ratios, j = 0, ..., i. The expected number of rounds of a text follows from these ratios,
-exactly; its mean over texts of the target is that of decoding itself.
+text, its next i tokens were accepted proposals with probability w_i times the product of all q / p, which is the least
+of the products of the first j ratios, j = 0, ..., i. The expected number of rounds of a text follows exactly from these
+ratios. Its mean over texts of the target is that of decoding itself.
 """
 
 from __future__ import annotations
