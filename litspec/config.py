@@ -271,9 +271,9 @@ class GenerateConfig:
         default=None,
         metadata=_about(
             "texts",
-            "The text is JSON of this schema, and ends with it. The schema is an object, or a file that holds one. "
-            "Keys come in the schema's order, with spaces as in Python's json.dumps. This setting and the next three need "
-            "the extra `structured` (llguidance).",
+            "The text is JSON of this schema, which is an object or a file that holds one. Keys come in the schema's "
+            "order, with spaces as in Python's json.dumps. This setting and the next three need the extra "
+            "`structured` (llguidance).",
         ),
     )
     regex: str | None = field(
