@@ -67,7 +67,7 @@ def alone(precision: str, drafter: str, way: str, number: int) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     slots=st.integers(1, 17),
     drafter=st.sampled_from(["draft_model", "draft_model", "lookup_then_model", "early_exit", "prompt_lookup"]),

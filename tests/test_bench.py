@@ -106,7 +106,7 @@ PARTS = Parts(
 def test_speedup_ideal_and_efficiency_are_those_of_the_definitions() -> None:
     runs = [Run("none", 0, 1), Run("none", 0, 2), Run("draft_model", 4, 8), Run("prompt_lookup", "auto", 8)]
     measured = [
-        # Of three turns one text each; seconds a token: 11, 10, 10.
+        # Of three turns one text each; seconds per token: 11, 10, 10.
         [[text(220.0, 20, 20)], [text(200.0, 20, 20)], [text(200.0, 20, 20)]],
         # 13.2, 12.5, 12.5
         [[text(264.0, 20, 20)], [text(250.0, 20, 20)], [text(250.0, 20, 20)]],
@@ -181,7 +181,7 @@ def test_advice_says_why_plain_decoding_is_faster() -> None:
     advice = advise(runs, PARTS)
     assert advice.startswith("Plain decoding is faster (--drafter none), because the best drafter ")
     # 1.5 tokens per round at 0.75 of plain decoding's speed: a round takes two plain steps.
-    assert "(draft_model, k = 4) brings 1.50 tokens a round, and its round takes 2.00 plain steps" in advice
+    assert "(draft_model, k = 4) brings 1.50 tokens per round, and its round takes 2.00 plain steps" in advice
     assert advice.endswith("(its parts: 1.20 to verify, 0.70 to draft).")
     assert "\n" not in advice
 
