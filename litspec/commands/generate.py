@@ -35,13 +35,13 @@ def generate(
     Args:
         {load}
         prompt: Text to continue or answer. The checkpoint's prompt style is applied to it.
-        prompts_file: File of prompts. A .txt file holds one prompt per line. A .jsonl file holds one object per line with
-            "prompt", optionally "id", and optionally sys_prompt, max_new_tokens, min_new_tokens, temperature, top_k, top_p,
-            min_p, logit_bias, bad_words, repetition_penalty, presence_penalty, frequency_penalty, json_schema,
-            regex, grammar, response_format, logprobs, logprobs_mode, seed or stop for this prompt alone. The exit
-            code is 1 if a prompt got an error instead of a text, and 143 after SIGTERM.
-        out_file: File for the texts of prompts_file, one JSON object per line in the order of the prompts. Statistics go to
-            OUT_FILE.stats.jsonl. The same command resumes an interrupted job.
+        prompts_file: File of prompts. A .txt file holds one prompt per line. A .jsonl file holds one object per line,
+            with "prompt", optionally "id", and optionally settings for this prompt alone: sys_prompt, max_new_tokens,
+            min_new_tokens, temperature, top_k, top_p, min_p, logit_bias, bad_words, repetition_penalty,
+            presence_penalty, frequency_penalty, json_schema, regex, grammar, response_format, logprobs, logprobs_mode,
+            seed or stop. The exit code is 1 if a prompt got an error instead of a text, and 143 after SIGTERM.
+        out_file: File for the texts of prompts_file, one JSON object per line in the order of the prompts. Statistics
+            go to OUT_FILE.stats.jsonl. The same command resumes an interrupted job.
         num_samples: Number of texts per prompt.
         batch_size: The most texts of prompts_file that are generated at the same time. auto takes as many as
             memory holds and as increase throughput. A text does not depend on it.
