@@ -25,14 +25,14 @@ SHORT_CHUNK = 64
 def activate(function: Callable[[Tensor], Tensor], x: Tensor, exact: bool = True) -> Tensor:
     """An elementwise function of rows `x` `(N, size)`, such that a row's result does not depend on its place.
 
-    One call does where all rows fall on whole vectors of one thread; else each row gets a call of its own. Nothing of
-    that is needed for rows that need not be `exact` (see `Step`), nor on GPUs, which compute every element alike.
+    A call takes as many rows as fall on whole vectors of one thread, perhaps a single one. Nothing of that is needed for
+    rows that need not be `exact` (see `Step`), nor on GPUs, which compute every element alike.
     """
     rows, size = x.shape
-    whole = size % VECTOR_STEP == 0 and rows * size <= SINGLE_THREADED
-    if whole or rows == 1 or not exact or not x.is_cpu:
+    together = max(1, SINGLE_THREADED // size) if size % VECTOR_STEP == 0 else 1
+    if rows <= together or not exact or not x.is_cpu:
         return function(x)
-    return torch.stack([function(row) for row in x])
+    return torch.cat([function(part) for part in x.split(together)])
 
 
 class GptNeoxMLP(litgpt.model.GptNeoxMLP):
