@@ -120,7 +120,7 @@ class GPT(nn.Module):
         return self
 
     def fix_shapes(self) -> None:
-        """Makes all shapes inside `verify` depend on its arguments' shapes alone, so that one graph serves all calls."""
+        """Makes all shapes inside `verify` depend on its arguments' shapes alone, as one graph for all calls needs."""
         for block in self.transformer.h:
             if isinstance(block.mlp, LLaMAMoE):
                 block.mlp.fixed_shapes = True
