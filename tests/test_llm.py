@@ -235,6 +235,7 @@ def test_room_made_beforehand_serves_all_texts_that_fit(llm: SpecLLM, monkeypatc
     assert made == [600, 600]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt_size", [5, 100])
 def test_200_tokens_of_a_sliding_window_model_are_those_of_transformers(tmp_path: Path, prompt_size: int) -> None:
     config, weights, reference = build("mistral")
@@ -535,6 +536,7 @@ def peak_megabytes() -> float:
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
 
 
+@pytest.mark.slow
 def test_memory_does_not_creep_in_200_generations(tmp_path: Path) -> None:
     ids = byte_level_chain()[1]
 
