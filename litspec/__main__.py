@@ -14,6 +14,7 @@ from jsonargparse import ArgumentParser, set_parsing_settings
 
 from litspec import __version__
 from litspec.commands.bench import bench
+from litspec.commands.chat import chat
 from litspec.commands.distill import distill
 from litspec.commands.extract_mtp import extract_mtp
 from litspec.commands.generate import generate
@@ -24,6 +25,7 @@ from litspec.lifeline import check_environment
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "generate": generate,
+    "chat": chat,
     "verify": verify,
     "bench": bench,
     "distill": distill,
