@@ -159,6 +159,14 @@ class LoadConfig:
         ),
     )
 
+    convert: bool = field(
+        default=False,
+        metadata=_about(
+            "placing",
+            "Convert a folder in Hugging Face's format, in place and once, with LitGPT's converter; it then holds "
+            "lit_model.pth and model_config.yaml too.",
+        ),
+    )
     trust_prompt_style: bool = field(
         default=False,
         metadata=_about("placing", "Let prompt_style.yaml name a class that is not LitGPT's own; its code is run."),

@@ -202,11 +202,13 @@ class SpecLLM:
         if checkpoint_dir is None:
             checkpoint_dir = DEMO_TARGET
             draft_dir = DEMO_DRAFT if drafter in ("auto", "draft_model") else None
-        target = open_checkpoint(checkpoint_dir, role="checkpoint_dir")
+        target = open_checkpoint(checkpoint_dir, role="checkpoint_dir", may_convert=config.convert)
         if drafter not in ("auto", "draft_model"):
             draft_dir = None  # not needed, so not read
         kind = kind_of(draft_dir, target.dir) if draft_dir is not None else "litgpt"
-        draft = open_checkpoint(draft_dir, role="draft_dir") if draft_dir is not None and kind == "litgpt" else None
+        draft = None
+        if draft_dir is not None and kind == "litgpt":
+            draft = open_checkpoint(draft_dir, role="draft_dir", may_convert=config.convert)
         codec = TextCodec(target.dir, target.config, trust_prompt_style=config.trust_prompt_style)
         pair = check_pair(target, draft) if draft is not None else None
         placed = place(
