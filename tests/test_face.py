@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
+from pathlib import Path
 
 import pytest
 
 from litspec.__main__ import main
-from litspec.commands.lines import LogLines
+from litspec.commands.lines import LogLines, loading
 from litspec.report import Stats
 
 
@@ -71,3 +73,19 @@ def test_verify_tells_its_thresholds_and_how_far_it_is(capsys: pytest.CaptureFix
     assert "fails below 5e-08, which is 1e-06 / 20 tests" in honesty["detail"]
     assert json.loads(out)["checks"][0]["detail"].startswith("2/2 texts equal")
     assert err.splitlines()[0].startswith("verifying: 1 of ") and "left" in err.splitlines()[0]
+
+
+def test_loading_is_told_where_it_takes_long(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lit_model.pth").write_bytes(bytes(200))
+    with loading(tmp_path, after=0.01):
+        time.sleep(0.2)
+    first, last = capsys.readouterr().err.splitlines()
+    assert first == f"Loading {tmp_path} (0.0 GB) ..." and last.startswith("Loaded in ")
+    with loading(tmp_path, after=60):
+        pass
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with loading(tmp_path, after=0.01):
+        time.sleep(0.1)
+    assert capsys.readouterr().err == ""

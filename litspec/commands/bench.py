@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from litspec.arguments import spelled_out
-from litspec.commands.lines import LogLines
+from litspec.commands.lines import LogLines, loading
 from litspec.config import FLAG_DEFAULTS, FOR_TEXTS, GenerateConfig, LoadConfig
 from litspec.types import BenchDrafterName
 
@@ -105,7 +105,8 @@ def bench(
 
     given = replace(load, drafter="auto" if drafter == "all" else drafter)
     alone = replace(load, draft_dir=None, drafter="none", verify_width=1, draft_precision=None, draft_device=None)
-    llm = SpecLLM.load(**vars(given))
+    with loading(load.checkpoint_dir):
+        llm = SpecLLM.load(**vars(given))
     plain = plain_decoder(llm, lambda: SpecLLM.load(**vars(alone)))
     if load.compile and llm.placed.is_rank_zero:
         announce_compiling(llm.runner)

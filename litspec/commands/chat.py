@@ -17,6 +17,7 @@ from typing import Any
 
 from litspec.arguments import spelled_out
 from litspec.commands.generate import announce_compiling, log
+from litspec.commands.lines import loading
 from litspec.config import FLAG_DEFAULTS, GenerateConfig, LoadConfig, check_k
 
 HELP = """\
@@ -68,7 +69,8 @@ def chat(
     from litspec.llm import SpecLLM
     from litspec.report import TerminalTint
 
-    llm = SpecLLM.load(**vars(load))
+    with loading(load.checkpoint_dir):
+        llm = SpecLLM.load(**vars(load))
     if llm.placed.world_size > 1:
         raise InputError(
             f"chat runs in one process, and this placement has {llm.placed.world_size}; use --placement single or "

@@ -1,10 +1,16 @@
-"""Progress where there is no terminal: a line now and then on stderr."""
+"""Progress as lines on stderr: of loading, and of long commands where there is no terminal."""
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from litspec.errors import printable
 
 
 class LogLines:
@@ -41,3 +47,40 @@ class LogLines:
         seconds = now - self._began
         rest = "" if last else f", about {seconds / done * (total - done):.0f} s left"
         print(f"{self._doing}: {done} of {total} in {seconds:.0f} s{rest}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def loading(folder: object, after: float = 2.0) -> Iterator[None]:
+    """Says on stderr that something is loaded, where that takes longer than `after` seconds, and then how long it took.
+
+    Args:
+        folder: The checkpoint's; None for the embedded pair.
+        after: Seconds.
+    """
+    told = threading.Event()
+
+    def tell() -> None:
+        told.set()
+        what = "the embedded pair" if folder is None else f"{folder}{_size(folder)}"
+        print(printable(f"Loading {what} ..."), file=sys.stderr, flush=True)
+
+    if any(os.environ.get(name, "0") != "0" for name in ("RANK", "LOCAL_RANK")):
+        yield  # the first rank speaks for all
+        return
+    timer = threading.Timer(after, tell)
+    timer.daemon = True
+    began = time.perf_counter()
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+    if told.is_set():
+        print(f"Loaded in {time.perf_counter() - began:.0f} s.", file=sys.stderr, flush=True)
+
+
+def _size(folder: object) -> str:
+    try:
+        return f" ({(Path(str(folder)) / 'lit_model.pth').stat().st_size / 1e9:.1f} GB)"
+    except OSError:  # below ./checkpoints, or not converted yet
+        return ""

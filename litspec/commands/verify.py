@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from litspec.arguments import spelled_out
-from litspec.commands.lines import LogLines
+from litspec.commands.lines import LogLines, loading
 from litspec.config import FLAG_DEFAULTS, FOR_TEXTS, GenerateConfig, LoadConfig
 from litspec.types import DrafterName
 
@@ -112,7 +112,8 @@ def verify(
 
     from litspec.llm import SpecLLM
 
-    llm = SpecLLM.load(**vars(load))
+    with loading(load.checkpoint_dir):
+        llm = SpecLLM.load(**vars(load))
     drafters: list[DrafterName] = ["prompt_lookup", "suffix", "early_exit"]
     if llm.draft_name is not None:
         drafters.insert(0, "draft_model")
