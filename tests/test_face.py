@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from litspec.__main__ import main
+from litspec.benchmark import noise
 from litspec.commands.lines import LogLines, loading
 from litspec.report import Stats
 
@@ -89,3 +90,11 @@ def test_loading_is_told_where_it_takes_long(
     with loading(tmp_path, after=0.01):
         time.sleep(0.1)
     assert capsys.readouterr().err == ""
+
+
+def test_bench_says_where_the_machine_was_busy() -> None:
+    assert noise([100.0, 104.0, 98.0], 0.8) == "" and noise([], 0.0) == ""
+    assert "100.0 to 140.0 tokens/s in 3 equal turns. Measure" in noise([100.0, 140.0, 120.0], 0.8)
+    assert "134% of what a copy moves" in noise([100.0], 1.34)
+    both = noise([0.0, 10.0], 2.0)
+    assert "0.0 to 10.0" in both and "200%" in both
