@@ -481,7 +481,9 @@ def measure(
             )
         )
     advice = advise(runs, parts, exit_layer, simulate_acceptance)
-    if warning := noise([_speed(turn) for turn in measured[0]], parts.weight_bandwidth / parts.copy_bandwidth):
+    # Smaller weights may stay in a processor's cache, and are then read faster than memory is.
+    share = parts.weight_bandwidth / parts.copy_bandwidth if parts.weight_bytes > 256e6 else 0.0
+    if warning := noise([_speed(turn) for turn in measured[0]], share):
         advice = f"{warning} {advice}"
     if batches:
         advice += " " + advise_batches(batches)
@@ -499,8 +501,8 @@ def noise(plain: Sequence[float], share: float) -> str:
 
     Args:
         plain: Tokens per second of plain decoding, by turn.
-        share: The bandwidth at which a plain step reads weights, over that of a copy; above 1 is impossible, unless the
-            weights stay in a cache.
+        share: The bandwidth at which a plain step reads weights, over that of a copy; well above 1 is impossible for
+            weights that no cache holds.
     """
     slowest, fastest = min(plain, default=0.0), max(plain, default=0.0)
     found = []
@@ -511,8 +513,8 @@ def noise(plain: Sequence[float], share: float) -> str:
     if not found:
         return ""
     return (
-        f"The machine was not quiet, so these figures are rough: {' and '.join(found)}. Measure again when nothing else "
-        "runs; on a small or busy machine OMP_NUM_THREADS=1 may be faster."
+        f"The machine was not quiet, so these figures are rough: {' and '.join(found)}. Measure again when nothing "
+        "else runs; on a small or busy machine OMP_NUM_THREADS=1 may be faster."
     )
 
 
