@@ -484,7 +484,7 @@ def measure(
     # Smaller weights may stay in a processor's cache, and are then read faster than memory is.
     share = parts.weight_bandwidth / parts.copy_bandwidth if parts.weight_bytes > 256e6 else 0.0
     if warning := noise([_speed(turn) for turn in measured[0]], share):
-        advice = f"{warning} {advice}"
+        advice = f"{advice} {warning}"
     if batches:
         advice += " " + advise_batches(batches)
     return Report(parts, runs, advice, settings, batches)
