@@ -11,6 +11,7 @@ import pytest
 from litspec.__main__ import main
 from litspec.benchmark import noise
 from litspec.commands.lines import LogLines, loading
+from litspec.jobs.prompts import Prompts
 from litspec.report import Stats
 
 
@@ -98,3 +99,13 @@ def test_bench_says_where_the_machine_was_busy() -> None:
     assert "134% of what a copy moves" in noise([100.0], 1.34)
     both = noise([0.0, 10.0], 2.0)
     assert "0.0 to 10.0" in both and "200%" in both
+
+
+def test_ids_that_several_prompts_have_are_found(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    lines = [{"id": "a"}, {"id": 2}, {}, {"id": "a"}, {"id": "b"}, {"id": 2}, {"id": "a"}]
+    file.write_text("".join(json.dumps(line | {"prompt": "x"}) + "\n" for line in lines))
+    # A prompt without an id has its place, from 0 on: here the third has 2 as well.
+    assert Prompts(file, 3).repeated_ids() == ["a", 2]
+    (tmp_path / "prompts.txt").write_text("x\nx\n")
+    assert Prompts(tmp_path / "prompts.txt").repeated_ids() == []
