@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from checkpoints import write_checkpoint
 
 from litspec.__main__ import main
 from litspec.benchmark import noise
@@ -65,16 +66,25 @@ def test_without_proposals_nothing_is_said_of_acceptance() -> None:
     assert "acceptance rate 0.00 (0/4)" in Stats(new_tokens=3, proposed=4).summary()
 
 
-def test_verify_tells_its_thresholds_and_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_tells_its_thresholds_and_how_far_it_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folders = [str(write_checkpoint(tmp_path / name, seed=seed)) for seed, name in enumerate(("target", "draft"))]
     with pytest.raises(SystemExit) as exit_:
-        main(["verify", "--quick", "--max_new_tokens", "8", "--output_format", "json"])
+        main(
+            [
+                *("verify", "--checkpoint_dir", folders[0], "--draft_dir", folders[1], "--quick"),
+                "--output_format",
+                "json",
+            ]
+            + ["--max_new_tokens", "8"]
+        )
     out, err = capsys.readouterr()
     assert exit_.value.code == 0
     rule, honesty = json.loads(out)["checks"][-2:]
-    assert "fails below 1e-06" in rule["detail"]
-    assert "fails below 5e-08, which is 1e-06 / 20 tests" in honesty["detail"]
+    assert "5,000 draws" in rule["detail"] and "fails below 1e-06" in rule["detail"]
+    assert "4 contexts x 256 draws" in honesty["detail"]
+    assert "fails below 2e-07, which is 1e-06 / 4 tests" in honesty["detail"]
     assert json.loads(out)["checks"][0]["detail"].startswith("2/2 texts equal")
-    assert err.splitlines()[0].startswith("verifying: 1 of ") and "left" in err.splitlines()[0]
+    assert "verifying: 1 of " in err and "s left" in err
 
 
 def test_loading_is_told_where_it_takes_long(

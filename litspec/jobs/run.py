@@ -85,8 +85,8 @@ def run_job(
             if repeated := prompts.repeated_ids():
                 more = f" and {len(repeated) - 10} more" if len(repeated) > 10 else ""
                 log(
-                    f"More than one prompt has the id {', '.join(map(str, repeated[:10]))}{more}; only their order tells "
-                    "such texts apart."
+                    f"More than one prompt has the id {', '.join(map(str, repeated[:10]))}{more}; only their order "
+                    "tells such texts apart."
                 )
         team = Team(llm.placed)
         results = None
