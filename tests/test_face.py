@@ -16,6 +16,9 @@ from litspec.jobs.prompts import Prompts
 from litspec.report import Stats
 
 
+JSON = ("--output_format", "json", "--max_new_tokens", "8")
+
+
 def said(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     with pytest.raises(SystemExit) as exit_:
         main(list(argv))
@@ -69,14 +72,7 @@ def test_without_proposals_nothing_is_said_of_acceptance() -> None:
 def test_verify_tells_its_thresholds_and_how_far_it_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folders = [str(write_checkpoint(tmp_path / name, seed=seed)) for seed, name in enumerate(("target", "draft"))]
     with pytest.raises(SystemExit) as exit_:
-        main(
-            [
-                *("verify", "--checkpoint_dir", folders[0], "--draft_dir", folders[1], "--quick"),
-                "--output_format",
-                "json",
-            ]
-            + ["--max_new_tokens", "8"]
-        )
+        main(["verify", "--checkpoint_dir", folders[0], "--draft_dir", folders[1], "--quick", *JSON])
     out, err = capsys.readouterr()
     assert exit_.value.code == 0
     rule, honesty = json.loads(out)["checks"][-2:]
