@@ -15,7 +15,6 @@ from litspec.commands.lines import LogLines, loading
 from litspec.jobs.prompts import Prompts
 from litspec.report import Stats
 
-
 JSON = ("--output_format", "json", "--max_new_tokens", "8")
 
 
