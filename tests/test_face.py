@@ -7,11 +7,15 @@ import time
 from pathlib import Path
 
 import pytest
+from checkpoints import write_checkpoint
 
 from litspec.__main__ import main
 from litspec.benchmark import noise
 from litspec.commands.lines import LogLines, loading
+from litspec.jobs.prompts import Prompts
 from litspec.report import Stats
+
+JSON = ("--output_format", "json", "--max_new_tokens", "8")
 
 
 def said(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -64,16 +68,18 @@ def test_without_proposals_nothing_is_said_of_acceptance() -> None:
     assert "acceptance rate 0.00 (0/4)" in Stats(new_tokens=3, proposed=4).summary()
 
 
-def test_verify_tells_its_thresholds_and_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_tells_its_thresholds_and_how_far_it_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folders = [str(write_checkpoint(tmp_path / name, seed=seed)) for seed, name in enumerate(("target", "draft"))]
     with pytest.raises(SystemExit) as exit_:
-        main(["verify", "--quick", "--max_new_tokens", "8", "--output_format", "json"])
+        main(["verify", "--checkpoint_dir", folders[0], "--draft_dir", folders[1], "--quick", *JSON])
     out, err = capsys.readouterr()
     assert exit_.value.code == 0
     rule, honesty = json.loads(out)["checks"][-2:]
-    assert "fails below 1e-06" in rule["detail"]
-    assert "fails below 5e-08, which is 1e-06 / 20 tests" in honesty["detail"]
+    assert "5,000 draws" in rule["detail"] and "fails below 1e-06" in rule["detail"]
+    assert "4 contexts x 256 draws" in honesty["detail"]
+    assert "fails below 2e-07, which is 1e-06 / 4 tests" in honesty["detail"]
     assert json.loads(out)["checks"][0]["detail"].startswith("2/2 texts equal")
-    assert err.splitlines()[0].startswith("verifying: 1 of ") and "left" in err.splitlines()[0]
+    assert "verifying: 1 of " in err and "s left" in err
 
 
 def test_loading_is_told_where_it_takes_long(
@@ -98,3 +104,13 @@ def test_bench_says_where_the_machine_was_busy() -> None:
     assert "134% of what a copy moves" in noise([100.0], 1.34)
     both = noise([0.0, 10.0], 2.0)
     assert "0.0 to 10.0" in both and "200%" in both
+
+
+def test_ids_that_several_prompts_have_are_found(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    lines = [{"id": "a"}, {"id": 2}, {}, {"id": "a"}, {"id": "b"}, {"id": 2}, {"id": "a"}]
+    file.write_text("".join(json.dumps(line | {"prompt": "x"}) + "\n" for line in lines))
+    # A prompt without an id has its place, from 0 on: here the third has 2 as well.
+    assert Prompts(file, 3).repeated_ids() == ["a", 2]
+    (tmp_path / "prompts.txt").write_text("x\nx\n")
+    assert Prompts(tmp_path / "prompts.txt").repeated_ids() == []
