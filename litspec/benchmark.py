@@ -481,11 +481,44 @@ def measure(
             )
         )
     advice = advise(runs, parts, exit_layer, simulate_acceptance)
+    # Smaller weights may stay in a processor's cache, and are then read faster than memory is.
+    share = parts.weight_bandwidth / parts.copy_bandwidth if parts.weight_bytes > 256e6 else 0.0
+    if warning := noise([_speed(turn) for turn in measured[0]], share):
+        advice = f"{advice} {warning}"
     if batches:
         advice += " " + advise_batches(batches)
     return Report(parts, runs, advice, settings, batches)
 
 
+def _speed(texts: Sequence[Completion]) -> float:
+    """Tokens per second of one turn, after the prefill."""
+    seconds = sum(text.stats.decode_seconds for text in texts)
+    return sum(max(text.stats.new_tokens - 1, 0) for text in texts) / seconds if seconds else 0.0
+
+
+def noise(plain: Sequence[float], share: float) -> str:
+    """A sentence where a measurement was disturbed by other work; else nothing.
+
+    Args:
+        plain: Tokens per second of plain decoding, by turn.
+        share: The bandwidth at which a plain step reads weights, over that of a copy; well above 1 is impossible for
+            weights that no cache holds.
+    """
+    slowest, fastest = min(plain, default=0.0), max(plain, default=0.0)
+    found = []
+    if fastest > NOISY * slowest:
+        found.append(f"plain decoding ran at {slowest:.1f} to {fastest:.1f} tokens/s in {len(plain)} equal turns")
+    if share > NOISY:
+        found.append(f"weights seem to be read at {share:.0%} of what a copy moves")
+    if not found:
+        return ""
+    return (
+        f"The machine was not quiet, so these figures are rough: {' and '.join(found)}. Measure again when nothing "
+        "else runs; on a small or busy machine OMP_NUM_THREADS=1 may be faster."
+    )
+
+
+NOISY = 1.25  # between turns that should be equal
 # Settings of a text that a measurement passes on.
 GENERATED = ("temperature", "top_k", "top_p", "sampler", "max_new_tokens")
 

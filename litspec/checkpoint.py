@@ -23,14 +23,14 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import yaml
-from litgpt.config import Config
+from litgpt.config import Config, configs
 from litgpt.tokenizer import Tokenizer
 from litgpt.utils import extend_checkpoint_dir, fix_and_load_json
 from torch import Tensor, nn
 
+from litspec.convert import WEIGHTS, command_for, convert, is_hugging_face
 from litspec.errors import InputError
 
-WEIGHTS = "lit_model.pth"
 _SIZES: tuple[str, ...] = ("block_size", "n_layer", "n_embd", "n_head", "n_query_groups", "head_size", "vocab_size")
 _SIZES += (
     "padded_vocab_size",
@@ -79,12 +79,15 @@ class PairReport:
 # --- the folder -------------------------------------------------------------------------------------------------------
 
 
-def open_checkpoint(checkpoint_dir: str | os.PathLike[str], *, role: str = "checkpoint_dir") -> Checkpoint:
+def open_checkpoint(
+    checkpoint_dir: str | os.PathLike[str], *, role: str = "checkpoint_dir", may_convert: bool = False
+) -> Checkpoint:
     """Opens and checks a checkpoint folder, except its tokenizer and the values of its weights.
 
     Args:
         checkpoint_dir: A path, or a name below `./checkpoints`, as LitGPT's commands take it.
         role: The argument or flag that it came from, to be named in errors.
+        may_convert: Convert a Hugging Face folder in place, where this process is the only one.
 
     Raises:
         InputError: When the folder, or a file in it, is missing, unreadable, or something else than LitGPT's.
@@ -95,6 +98,9 @@ def open_checkpoint(checkpoint_dir: str | os.PathLike[str], *, role: str = "chec
     try:
         folder = extend_checkpoint_dir(Path(given))
         _check_folder(Path(given), folder, role)
+        alone = os.environ.get("WORLD_SIZE", "1") == "1"  # ranks would write over each other
+        if may_convert and alone and not os.path.lexists(folder / WEIGHTS) and is_hugging_face(folder):
+            convert(folder, role)
         _check_weights_file(folder, role)
         for names in (("model_config.yaml",), ("tokenizer.json", "tokenizer.model"), ("tokenizer_config.json",)):
             _check_present(folder, names, role)
@@ -115,7 +121,17 @@ def _check_folder(given: Path, folder: Path, role: str) -> None:
     as_given = given.is_absolute() or given.parts[0] == "checkpoints"
     where = "" if as_given else ", neither as given nor below ./checkpoints"
     what = f"{role} {str(given)!r} does not exist{where}"
-    raise InputError(f"{what}; give a LitGPT checkpoint folder, such as `litgpt download` makes.")
+    raise InputError(f"{what}; give a LitGPT checkpoint folder{_download(given)}.")
+
+
+def _download(given: Path) -> str:
+    """Ends a sentence about a missing folder with the command that makes it, where LitGPT can download it."""
+    parts = given.parts[-2:]
+    for config in configs:
+        hub = config["hf_config"]
+        if hub["name"].lower() == parts[-1].lower() and (len(parts) < 2 or parts[0] in ("checkpoints", hub["org"])):
+            return f", such as `litgpt download {hub['org']}/{hub['name']}` makes"
+    return ", such as `litgpt download ORG/NAME` makes (`litgpt download list` shows the names)"
 
 
 def _check_present(folder: Path, names: tuple[str, ...], role: str) -> None:
@@ -160,7 +176,7 @@ def _check_weights_file(folder: Path, role: str) -> None:
     elif head.startswith(b"PK"):
         what = f"is truncated ({path.stat().st_size:,} bytes); download or convert the checkpoint again"
     elif head[8:9] == b"{":
-        what = f"is a safetensors file; convert the Hugging Face checkpoint with `litgpt convert_to_litgpt {folder}`"
+        what = f"is a safetensors file under another name; rename it to model.safetensors, then {command_for(folder)}"
     elif head.startswith(b"\x80"):
         what = "is in the format of PyTorch before 1.6 or a bare pickle; save the weights again with torch.save"
     else:
@@ -176,7 +192,7 @@ def _what_else(folder: Path) -> str:
     if adapters := [name for name in names if name.startswith(f"{WEIGHTS}.adapter")]:
         return f" but adapter weights, {adapters[0]}, which cannot be merged; give a checkpoint with full weights"
     if any(name.endswith((".safetensors", ".bin")) or name.endswith(".index.json") for name in names):
-        return f"; it is a Hugging Face folder not yet converted: run `litgpt convert_to_litgpt {folder}`"
+        return f"; it is a Hugging Face folder not yet converted: {command_for(folder)}"
     if below := [name for name in names if (folder / name / WEIGHTS).exists()]:
         return f", but a subfolder has one: give {str(folder / below[-1])!r}"
     if others := [name for name in names if name.endswith((".pth", ".pt", ".ckpt"))]:
@@ -315,7 +331,7 @@ def _check_names(weights: Mapping[Any, Any], what: str, folder: Path) -> None:
         raise InputError(f"{what} holds LoRA weights ({lora[0]!r}); merge them with `litgpt merge_lora {folder}`.")
     if foreign := [name for name in names if not name.startswith(known)]:
         if re.match(r"(model|gpt_neox|transformer|backbone|language_model)\.", foreign[0]):
-            how = f"are Hugging Face's names; convert the checkpoint with `litgpt convert_to_litgpt {folder}`"
+            how = f"are Hugging Face's names, so the checkpoint is not converted yet: {command_for(folder)}"
         elif "_orig_mod." in foreign[0]:
             how = f"are those of a compiled model in training; {_extract(folder)}"
         else:

@@ -160,6 +160,14 @@ class LoadConfig:
         ),
     )
 
+    convert: bool = field(
+        default=False,
+        metadata=_about(
+            "placing",
+            "Convert a folder in Hugging Face's format, in place and once, with LitGPT's converter; it then holds "
+            "lit_model.pth and model_config.yaml too.",
+        ),
+    )
     trust_prompt_style: bool = field(
         default=False,
         metadata=_about("placing", "Allow prompt_style.yaml to name a class that is not LitGPT's. Its code is run."),

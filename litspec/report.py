@@ -63,11 +63,16 @@ class Stats:
         return {names.get(name, name): value for name, value in asdict(self).items()}
 
     def summary(self) -> str:
-        """One line for a terminal."""
-        return (
+        """One line for a terminal; without a proposal it has nothing to say of acceptance."""
+        line = (
             f"{self.new_tokens} tokens: prefill {self.prefill_seconds:.2f} s, decoding {self.decode_seconds:.2f} s, "
-            f"{self.tokens_per_second:.1f} tokens/s, acceptance rate {self.acceptance_rate:.2f} "
-            f"({self.accepted}/{self.proposed}), {self.tokens_per_round:.2f} tokens per round"
+            f"{self.tokens_per_second:.1f} tokens/s"
+        )
+        if not self.proposed:
+            return line
+        return (
+            f"{line}, acceptance rate {self.acceptance_rate:.2f} ({self.accepted}/{self.proposed}), "
+            f"{self.tokens_per_round:.2f} tokens per round"
         )
 
 

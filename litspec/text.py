@@ -7,6 +7,7 @@ text piece by piece, and never a piece that a later token could change.
 from __future__ import annotations
 
 import codecs
+import functools
 import importlib
 import json
 import os
@@ -27,6 +28,7 @@ from litgpt.tokenizer import Tokenizer
 from torch import Tensor
 
 from litspec.checkpoint import load_tokenizer, read_generation_config
+from litspec.conversation import Message, Turns
 from litspec.errors import InputError
 
 
@@ -74,6 +76,21 @@ class TextCodec:
             style, kind = type(self.prompt_style).__name__, type(prompt).__name__
             raise InputError(f"The prompt is a {kind}; the prompt style {style} takes a string.")
         return self.encode_text(text, prompt)
+
+    @functools.cached_property
+    def turns(self) -> Turns:
+        """Puts the turns of conversations together; read when it is first asked for."""
+        return Turns(self.checkpoint_dir, self.prompt_style)
+
+    def encode_messages(self, messages: Sequence[Message], sys_prompt: str | None = None) -> Tensor:
+        """A conversation up to where the next answer begins, as token ids `(T,)`, int32, T >= 1.
+
+        Args: as of `Turns.render`.
+
+        Raises:
+            InputError: As of `encode` and of `Turns.render`.
+        """
+        return self.encode_text(self.turns.render(messages, sys_prompt), messages[-1]["content"])
 
     def encode_text(self, text: str, prompt: str | None = None) -> Tensor:
         """Text as it is, as token ids `(T,)`, int32, T >= 1; with BOS where the tokenizer puts it.

@@ -368,10 +368,10 @@ def test_streams_of_any_bytes_join_to_the_text(llm: SpecLLM) -> None:
 def test_nothing_is_streamed_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path]) -> None:
     llm = SpecLLM.load(*pair)
     rows = count_rows(monkeypatch, llm.placed.model)
-    stream = llm.generate("abc", stream=True)
+    stream = llm.generate("abc" * 8, stream=True)  # too long to be read in a round
     assert rows == []
     next(stream)
-    assert rows == [3] and stream.completion is None
+    assert rows == [24] and stream.completion is None
 
 
 def test_two_streams_of_one_object_take_turns_without_disturbing_each_other(llm: SpecLLM) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TextIO
 
 from litspec.arguments import spelled_out
+from litspec.commands.lines import loading
 from litspec.config import FLAG_DEFAULTS, GenerateConfig, LoadConfig, check_batch_size, check_k
 
 DEFAULT_PROMPT = "What food do llamas eat?"
@@ -86,7 +87,8 @@ def generate(
     from litspec.llm import SpecLLM
     from litspec.report import TerminalTint
 
-    llm = SpecLLM.load(**vars(load))
+    with loading(load.checkpoint_dir):
+        llm = SpecLLM.load(**vars(load))
     if not llm.placed.is_rank_zero:
         # The other ranks compute along; the first one speaks.
         for index in range(num_samples):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,6 +112,13 @@ class Prompts:
 
     def __len__(self) -> int:
         return self.count * self.num_samples
+
+    def repeated_ids(self) -> list[str | int]:
+        """The ids that more than one prompt has, in the order in which they come."""
+        if self._plain:
+            return []
+        counts = Counter(self[index * self.num_samples].id for index in range(self.count))
+        return [id_ for id_, count in counts.items() if count > 1]
 
     def __getitem__(self, number: int) -> Request:
         index, sample = divmod(number, self.num_samples)

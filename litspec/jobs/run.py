@@ -82,6 +82,12 @@ def run_job(
             raise InputError("Several processes were launched, but the placement has work for one; use 'replicate'.")
         if first:
             log(llm.describe())
+            if repeated := prompts.repeated_ids():
+                more = f" and {len(repeated) - 10} more" if len(repeated) > 10 else ""
+                log(
+                    f"More than one prompt has the id {', '.join(map(str, repeated[:10]))}{more}; only their order "
+                    "tells such texts apart."
+                )
         team = Team(llm.placed)
         results = None
         try:
