@@ -374,7 +374,7 @@ def test_a_run_killed_again_and_again_ends_like_an_undisturbed_one(folder: Path,
 def test_an_early_end_keeps_the_best_state(folder: Path, tmp_path: Path) -> None:
     # At a rate that ruins it, the start stays the best.
     summary = run(folder, tmp_path / "out", steps=40, evaluations=20, patience=2, learning_rate=0.5)
-    assert summary["ended"].startswith("nothing gained") and summary["steps"] < 40
+    assert summary["ended"].startswith("no gain") and summary["steps"] < 40
     kept = read_state_dict(open_checkpoint(tmp_path / "out"))
     best = summary["best"]["step"]
     if best == 0:
