@@ -1,7 +1,7 @@
 """Measuring a pair on this machine: what its parts cost, what they allow, and what the loop makes of it.
 
 All timings of one comparison are taken in one process, interleaved (A B A B), and reported as medians: a machine's
-speed drifts, the ratio of neighbours hardly does. *Plain* decoding is one row a step without a drafter.
+speed drifts, the ratio of neighbours hardly does. *Plain* decoding is one row per step without a drafter.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class Score:
 
     @property
     def logprob(self) -> float:
-        """Of all of them together, the natural logarithm."""
+        """The sum of the tokens' log-probabilities (natural logarithm)."""
         return math.fsum(each.logprob for each in self.logprobs)
 
     @property
@@ -148,13 +148,13 @@ class TextStream(Iterator[str]):
 
 
 class SpecLLM:
-    """A target and who drafts for it, ready to generate. Made by `SpecLLM.load`.
+    """A loaded target and its drafter. Made by `SpecLLM.load`.
 
     Attributes:
         placed: The target on its devices.
         codec: The target's tokenizer and prompt style.
-        drafter: Who drafts; None for plain decoding.
-        notes: What is worth knowing about the loaded pair, as sentences.
+        drafter: The drafter; None for plain decoding.
+        notes: Sentences about the loaded pair, for users.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class SpecLLM:
             {config}
 
         Raises:
-            InputError: A ValueError; a sentence about a folder, file or setting that cannot be used.
+            InputError: A folder, file or setting cannot be used. It is a ValueError.
         """
         checkpoint_dir, draft_dir, drafter = config.checkpoint_dir, config.draft_dir, config.drafter
         embedded = checkpoint_dir is None
@@ -263,12 +263,12 @@ class SpecLLM:
 
     @property
     def compile_seconds(self) -> float:
-        """What building compiled steps took until now."""
+        """Seconds spent on compiling steps so far."""
         return self.placed.runner.seconds
 
     @property
     def runner(self) -> Runner:
-        """What runs the steps, as they are or compiled."""
+        """Runs the steps, eager or compiled."""
         return self.placed.runner
 
     @property
@@ -306,7 +306,7 @@ class SpecLLM:
         num_samples: int = 1,
         batch_size: int | Literal["auto"] = "auto",
     ) -> Completion | TextStream | list[Completion]:
-        """Generates the target's own text, sooner.
+        """Generates text with speculative decoding; the text is the target's own.
 
         Args:
             prompt: A prompt, to which the checkpoint's prompt style is applied; or several, one text each.

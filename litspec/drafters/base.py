@@ -1,8 +1,8 @@
 """The protocol of a drafter: who proposes the tokens that the target then checks.
 
-A drafter is one object for a loaded target; a session is one text. Whatever a drafter proposes, the text stays the
-target's own: a bad drafter costs speed. There is one thing it must not do, which is to report another distribution than
-the one it drew from; `litspec.testing.check_drafter` finds that and other broken promises.
+There is one drafter per loaded target and one session per text. A bad proposal costs speed; the text stays the same.
+A drafter must report the distribution that it drew from, or the text no longer has the target's distribution.
+`litspec.testing.check_drafter` checks this and the rest of the protocol.
 
 A drafter of your own is a subclass of `Drafter` with `start`, and a subclass of `DraftSession` with `propose`.
 """
@@ -25,10 +25,10 @@ class Proposal(NamedTuple):
     """What a drafter proposes for one round.
 
     Attributes:
-        tokens: (m,) integers, 0 <= m <= k; on any device. It may end in -1: nothing is proposed there.
+        tokens: (m,) integers, 0 <= m <= k; on any device. Entries of -1 at the end are padding.
         q: The processed distributions that each token was drawn from, m rows over the target's padded vocabulary
-            (dense, or sparse as ids and probabilities); None where nothing was drawn (an argmax, a table): each token
-            then counts as proposed with probability 1.
+            (dense, or sparse as ids and probabilities). None for deterministic proposals (an argmax, a table): each
+            token then has probability 1.
     """
 
     tokens: torch.Tensor
@@ -48,18 +48,17 @@ class Cost(NamedTuple):
 
 
 class DraftSession(ABC):
-    """Drafting for one text. Two open texts are two sessions."""
+    """Drafts for one text. Each open text has its own session."""
 
     @abstractmethod
     def propose(self, token: int, input_pos: int, k: int) -> Proposal:
         """Proposes at most k tokens to follow `token`, the last one committed, which stands at `input_pos`.
 
-        A proposal changes nothing: only what `commit` brings is part of the text. May be called again for the same
-        position.
+        Proposed tokens are not part of the text until `commit` gives them. May be called again for the same position.
         """
 
     def commit(self, tokens: Sequence[int], input_pos: int, hidden: torch.Tensor | None = None) -> None:
-        """Takes what has been committed: the prompt first, then the tokens of each round.
+        """Receives committed tokens: the prompt first, then the tokens of each round.
 
         Args:
             tokens: Token ids; `tokens[j]` stands at position `input_pos + j`.
@@ -69,25 +68,25 @@ class DraftSession(ABC):
         """
 
     def prepare(self, sizes: Sequence[int]) -> None:
-        """Builds what proposals will need, before the prompt is read, where steps are compiled.
+        """Compiles the steps that proposals will need. Called before the prompt is read, if steps are compiled.
 
         Args:
-            sizes: Numbers of proposals, of which every k to come is a sum, or falls a little short of one.
+            sizes: Numbers of proposals. Every later k is a sum of them, or slightly less than one.
         """
 
     def close(self) -> None:
-        """The text has ended, or is not wanted any more."""
+        """Called when the text has ended or was cancelled."""
 
 
 class Drafter(ABC):
-    """Makes sessions.
+    """Proposes tokens for a loaded target. Makes one session per text.
 
     Attributes:
-        taps: Blocks of the target (0-based) whose residual stream a session wants to see in `commit`; -1 is the state
+        taps: Blocks of the target (0-based) whose residual stream is passed to `commit`; -1 is the state
             after the final norm. Empty for most.
         max_k: Most tokens it can propose in one round.
-        name: For people.
-        notes: What is worth knowing about it, as sentences.
+        name: Shown to users.
+        notes: Sentences shown to users when it is loaded.
     """
 
     taps: tuple[int, ...] = ()
@@ -103,7 +102,7 @@ class Drafter(ABC):
         """Opens a session for a text of at most `max_length` tokens.
 
         Args:
-            target: The text's target session; lends its model, configuration, K/V cache, device and stop ids.
+            target: The text's target session, with its model, configuration, K/V cache, device and stop ids.
             max_length: Prompt and completion together.
             sampler: How the text is sampled; its `draw` gives a token and the distribution to report. Penalties and
                 bans see the tokens that were drawn before in the same proposal where `Inputs.row` is given them.
@@ -121,15 +120,15 @@ class Drafter(ABC):
     ) -> Sequence[Proposal]:
         """The proposals for several texts, for which the arguments are those of `DraftSession.propose`.
 
-        By default each session proposes by itself. A drafter that can run its model for all of them at once does so
-        here; what it proposes for a text must be what `propose` would.
+        By default each session proposes by itself. A drafter that can run its model for all of them at once overrides
+        this. It must propose the same as `propose` for each text.
         """
         return [session.propose(*asked) for session, *asked in zip(sessions, tokens, input_pos, k, strict=True)]
 
     def cost(self, k: int) -> Cost:
-        """What a proposal of k tokens costs; by default next to nothing."""
+        """The cost of a proposal of k tokens; 0 by default."""
         return Cost(0, 0)
 
     def memory(self, max_length: int) -> int:
-        """Bytes that a session keeps for a text of so many tokens; by default next to nothing."""
+        """Bytes that a session keeps for a text of up to `max_length` tokens; 0 by default."""
         return 0

@@ -138,7 +138,7 @@ def draw_chain(
 
 
 class Pending:
-    """Tokens and states that a session was told and has not run yet.
+    """Committed tokens and states that a session has not run yet.
 
     Row p pairs the state at position p with the token behind it, so the text's first token makes no row.
 
@@ -151,7 +151,7 @@ class Pending:
         self._hidden: list[Tensor] = []
 
     def add(self, tokens: list[int], input_pos: int, hidden: Tensor | None) -> None:
-        """Takes up what `DraftSession.commit` was told; `keep` follows once full chunks were taken."""
+        """Adds the arguments of `DraftSession.commit`; call `keep` after full chunks were taken."""
         if hidden is None:
             raise ValueError("a drafter with taps must be told the target's states")
         skip = 1 if input_pos == 0 else 0
@@ -167,6 +167,6 @@ class Pending:
         return tokens, hidden[:size]
 
     def keep(self) -> None:
-        """Copies what is left of the states that came last: their tensor may be written over, and is larger."""
+        """Copies the states that are left, since their tensor is larger and may be overwritten."""
         if self._hidden:
             self._hidden[-1] = self._hidden[-1].clone()

@@ -1,4 +1,4 @@
-"""What a draft and a verification cost on this machine: measured once, or from a model that reads no clock."""
+"""What a draft and a verification cost on this machine: measured once, or computed from a cost model."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def modelled(placed: Placed, drafter: Drafter, most: int) -> RoundCosts:
 
 
 class Trial:
-    """Texts that stand still, of which the parts of a round can be run again and again. Each part ends with a read.
+    """Texts whose rounds can be run repeatedly, part by part, for timing. Each part ends with a read to the host.
 
     Args:
         slots: Of the target; they hold no other text.
@@ -125,7 +125,7 @@ class Trial:
             proposal.tokens.tolist()
 
     def close(self) -> None:
-        """Ends the texts; their slots keep nothing of them."""
+        """Ends the texts and frees their slots."""
         for slot in self._texts:
             if slot.draft is not None:
                 slot.draft.close()

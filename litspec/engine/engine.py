@@ -33,8 +33,8 @@ class Request:
         stop: Tells where the text ends.
         sampler: Chooses its tokens.
         choose_k: Chooses the k of each round.
-        grammar: What form it is to have; None for any. Its sampler and its stop know the same grammar.
-        draft_seconds, verify_seconds: What the text took, see `Slot`; filled in when it has ended.
+        grammar: The grammar that the text must match; None for no constraint. `sampler` and `stop` use it too.
+        draft_seconds, verify_seconds: See `Slot`; set when the text has ended.
     """
 
     prompt: Sequence[int]
@@ -48,17 +48,17 @@ class Request:
 
 
 class Engine:
-    """Slots for texts over one target. A slot takes the next text as soon as its own has ended.
+    """Runs many texts in the slots of one target. When a text ends, its slot takes the next one (continuous batching).
 
-    Nothing is moved when a proposal is refused: what stands in a slot behind the last committed token is masked until
-    it is overwritten.
+    The K/V cache is not changed when a proposal is rejected: entries after the last committed token are masked until
+    they are overwritten.
 
     Attributes:
-        drafter, stop_ids: For texts that have not got a slot yet, see below.
+        drafter, stop_ids: For texts that do not have a slot yet, see below.
 
     Args:
         placed: The target.
-        drafter: Who drafts; None for plain decoding.
+        drafter: The drafter; None for plain decoding.
         slots: Texts that run at the same time.
         max_length: Most tokens of a text.
         stop_ids: Single tokens that end a text.
@@ -92,7 +92,7 @@ class Engine:
         return len(self._running)
 
     def add(self, request: Request) -> int:
-        """Takes a text, which waits until a slot is free; returns its handle.
+        """Queues a text until a slot is free; returns its handle.
 
         Raises:
             InputError: The text could never fit.
@@ -161,7 +161,7 @@ class Engine:
         return results
 
     def cancel(self, handle: int) -> None:
-        """Drops a text; its slot is free for the next. Nothing happens where it has ended already."""
+        """Cancels a text and frees its slot. Does nothing if it has ended already."""
         self._waiting = deque(waiting for waiting in self._waiting if waiting[0] != handle)
         self._failed.pop(handle, None)
         for running, request, slot in list(self._running.values()):

@@ -42,11 +42,11 @@ def distinct_blocks(model: GPT) -> int:
 def find_rows(model: GPT, most: int, *, borders: Sequence[int] = BORDERS) -> tuple[int, ...]:
     """The numbers of rows whose results are those of `most` rows, to the bit.
 
-    Where a row of so many would feel its place among them, the next number of which that does not hold is taken for
-    `most`: of products in pieces of four rows, five rows are no class.
+    On some machines the result of a row depends on its place in a block of `most` rows. Then the next larger number
+    without this dependence is used instead. For example, five rows do not work if products run in pieces of four rows.
 
-    For each number, blocks at both ends of the block of `most` rows are compared: keys and values written, the residual
-    stream, and, at the first border, the logits. Costs some 2 * most * (len(borders) + 1) forwards of
+    Each smaller number is compared at both ends of the block of `most` rows: the keys and values written, the residual
+    stream, and, at the first border, the logits. Costs about 2 * most * (len(borders) + 1) forwards of
     `distinct_blocks` layers, and 2 * most of the head.
 
     Args:
@@ -87,11 +87,11 @@ def find_rows(model: GPT, most: int, *, borders: Sequence[int] = BORDERS) -> tup
 
 @torch.inference_mode()
 def class_limit(model: GPT, rows: Sequence[int], at_least: int) -> int:
-    """Up to how many rows in all a forward over several texts leaves each text the bits that it has alone.
+    """The most rows in total for which a batch gives each text the same bits as the text alone.
 
-    Tried are totals that double from `rows[-1]` until one fails or `at_least` is reached, each with the smallest, the
-    largest and an odd number of rows per text. The texts stand at positions of their own, in different K/V buckets; a
-    batch reads the bucket of the longest.
+    Totals double from `rows[-1]` until one fails or `at_least` is reached. Each is tried with the smallest, the largest
+    and an odd number of rows per text. The texts are at different positions, in different K/V buckets; a batch reads
+    the bucket of the longest.
 
     Args:
         model: As for `find_rows`.
@@ -99,7 +99,7 @@ def class_limit(model: GPT, rows: Sequence[int], at_least: int) -> int:
         at_least: The most rows that a forward will have, the texts of a batch times the rows of each.
 
     Returns:
-        The largest total that held: `rows[-1]` where no batch did, else as soon as possible one >= `at_least`.
+        The largest total that passed; `rows[-1]` if no batch did. The search stops at the first one >= `at_least`.
     """
     most = rows[-1]
     odd = next((n for n in reversed(rows) if n % 2 and n not in (rows[0], most)), most)

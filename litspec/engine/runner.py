@@ -43,7 +43,7 @@ class Runner:
         return True
 
     def begin_round(self) -> None:
-        """What the last round returned is needed no longer."""
+        """Called when the results of the last round are no longer needed."""
 
     def make_cache(self, model: GPT, max_length: int, *, width: int, batch_size: int = 1) -> KVCache:
         """Keys and values for steps that this runs, see `GPT.make_cache`."""
@@ -132,7 +132,7 @@ class CompiledRunner(Runner):
         return sizes
 
     def run(self, key: Hashable, step: Callable[..., Any], *args: Any) -> Any:
-        """Runs the graph of that name, which is built of `step` where there is none yet.
+        """Runs the graph of that name. It is compiled from `step` if there is none yet.
 
         Raises:
             InputError: The compiler failed.

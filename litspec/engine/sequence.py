@@ -1,6 +1,6 @@
 """One text: its budget, its stops, and what has been committed of it.
 
-It knows tokens and positions; it knows no model and no text. The engine drives one for each of its slots, the drop-in
+It handles tokens and positions, not models or strings. The engine drives one for each of its slots, the drop-in
 module one for each call, so length and stops are decided in one place.
 """
 
@@ -19,8 +19,8 @@ class Block:
     """Tokens that one round committed.
 
     Attributes:
-        tokens: Token ids, in order. Tokens that may yet turn out to belong to a stop are held back and come with a
-            later block, so a block may be empty.
+        tokens: Token ids, in order. Tokens that may be the beginning of a stop are held back and come with a later
+            block, so a block may be empty.
         drafted: For each of `tokens`, whether a drafter proposed it (else it is the target's own).
         round: 0 for the prefill, then 1, 2, ...
         proposed: Proposals of this round, counted up to the end of the text.
@@ -41,8 +41,8 @@ class Block:
 class Text:
     """The state of one text.
 
-    The text ends with the first stop in the order of its tokens, wherever in a block it lies. The stop itself and what
-    was verified behind it are not part of the text. A stop beats the length limit where one round holds both.
+    The first stop ends the text, at any position of a block. The stop and the tokens after it are not part of the text.
+    If a round reaches both a stop and the length limit, the stop wins.
 
     Attributes:
         last: The last committed token.
@@ -81,10 +81,10 @@ class Text:
         return self._budget - self._seen - 1
 
     def commit(self, tokens: list[int], proposed: int = 0, logprobs: Sequence[TokenLogprobs] = ()) -> Block:
-        """Takes what a round brought.
+        """Commits the tokens of a round.
 
         Args:
-            tokens: The accepted proposals, then one token of the target's own. What the budget has no room for is cut.
+            tokens: The accepted proposals, then one token of the target's own. Tokens beyond the budget are dropped.
             proposed: Proposals that the target looked at, at least `len(tokens) - 1`.
             logprobs: Of each of the tokens; none where they were not asked for.
         """

@@ -56,15 +56,15 @@ class Slot:
 
     Attributes:
         text: Its budget and stops.
-        target: Its hold on the target.
-        drafter: Who drafts; None to decode plainly.
+        target: Its session with the target.
+        drafter: The drafter; None for plain decoding.
         draft: The text's session with the drafter.
         sampler: Chooses its tokens.
         choose_k: Chooses the k of each round.
-        grammar: What form the text is to have; None for any.
+        grammar: The grammar that the text must match; None for no constraint.
         speculative_k: The k of the next round.
-        draft_seconds: Host time of the rounds' proposals, for all texts together. On a GPU kernels run behind it, so
-            only the sum with the next is sure.
+        draft_seconds: Host time of the rounds' proposals, for all texts together. On a GPU kernels run
+            asynchronously, so only the sum with `verify_seconds` is exact.
         verify_seconds: Host time of verifying, reading and committing.
         error: Why the text cannot go on: its drafter broke the protocol, or numbers are not finite.
         logprobs: Of the tokens of the last round, where they are asked for.
