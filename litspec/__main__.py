@@ -56,7 +56,7 @@ class Parser(ArgumentParser):
         known = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
         flags = [word.split("=")[0] for word in words if word.startswith("-")]
         if not flags:
-            return f"nothing takes the words {' '.join(words)}; values stand behind flags, quoted if they have spaces"
+            return f"nothing takes the words {' '.join(words)}; values stand after flags, quoted if they have spaces"
         return "; ".join(f"there is no flag {flag}{_meant(flag, known)}" for flag in flags)
 
 

@@ -211,7 +211,7 @@ class _SimulatedSession(DraftSession):
         return self.instead(input_pos, self.session.propose(token, input_pos, k).tokens.size(0))
 
     def instead(self, input_pos: int, m: int) -> Proposal:
-        """m proposals behind the token at `input_pos`, in place of those that were drafted."""
+        """m proposals after the token at `input_pos`, in place of those that were drafted."""
         assert self._proposals is not None, "a session is told the prompt before it proposes"
         return Proposal(self._proposals[input_pos + 1 : input_pos + 1 + m])
 

@@ -1,7 +1,7 @@
 """Constrained text: a JSON schema, a regular expression, or a grammar in Lark's notation.
 
 llguidance tells which tokens may come next, and which must (https://github.com/guidance-ai/llguidance). What may come
-behind each token of a proposal is asked before the target verifies it; the grammar then goes back to where the text
+after each token of a proposal is asked before the target verifies it; the grammar then goes back to where the text
 stands, so a refused proposal leaves no trace. Tokens that must come are proposed without asking a drafter; they are
 proposals like others.
 """
@@ -197,14 +197,14 @@ class Grammar:
         self._words = (vocab_size + 31) // 32
         self._extra = extra if extra is not None and extra < 32 * self._words else None
         self._seen = 0
-        self._masks: list[bytes] = []  # of the next token, and of those behind each token of the proposal
+        self._masks: list[bytes] = []  # of the next token, and of those after each token of the proposal
 
     def forced(self, most: int) -> list[int]:
         """The tokens that the grammar forces to come next, up to a limit."""
         return list(self._matcher.compute_ff_tokens()[:most])
 
     def foresee(self, proposal: Sequence[int]) -> None:
-        """Computes the masks of allowed tokens behind each token of a proposal.
+        """Computes the masks of allowed tokens after each token of a proposal.
 
         Raises:
             InputError: The grammar is too much for llguidance.
@@ -214,7 +214,7 @@ class Grammar:
         consumed = 0
         for token in proposal:
             if token < 0 or matcher.try_consume_tokens([token]) != 1:
-                break  # it will be refused; what might come behind it does not matter
+                break  # it will be refused; what might come after it does not matter
             consumed += 1
             if matcher.is_stopped():
                 break  # the text ends here

@@ -396,7 +396,7 @@ class SpecLLM:
         Args:
             text: The text, taken as it is: no prompt style is applied to it.
             prompt: What stands before it, in the checkpoint's prompt style, and is not scored. Without it the text is
-                scored from its second token on, or from its first behind a BOS token.
+                scored from its second token on, or from its first after a BOS token.
             sys_prompt: See `generate`.
             logprobs: How many of the most likely tokens to tell in each place.
 

@@ -103,7 +103,7 @@ class Context(NamedTuple):
         return (self if before is None else self.after(before))._replace(masks=masks)
 
     def after(self, tokens: torch.Tensor) -> Context:
-        """The same with some tokens more, (..., m) int64, behind which a grammar has not been asked."""
+        """The same with some tokens more, (..., m) int64, after which a grammar has not been asked."""
         counts, tail = self.counts, self.tail
         if counts is not None:
             counts = counts + _one_hot(tokens, counts.size(-1)).sum(-2)

@@ -183,7 +183,7 @@ class Inputs(NamedTuple):
         return Inputs(noise, early, context.row(i, torch.stack(tuple(before), -1) if before else None))
 
     def after(self, tokens: torch.Tensor) -> Inputs:
-        """The same behind some tokens more of each text, (..., m) int64, which are not committed."""
+        """The same after some tokens more of each text, (..., m) int64, which are not committed."""
         return self if self.context is None else self._replace(context=self.context.after(tokens))
 
     @classmethod
@@ -449,7 +449,7 @@ class Rejection(Sampler):
     by one (on the embedded pair at temperature 0.8: 0.15 more per round of 4 proposals, 0.57 of 7).
 
     Random numbers are functions of seed, the round's first position, and the place in the round. They do not serve
-    twice: what is accepted depends on all of a round's proposals, those behind the first refused one included.
+    twice: what is accepted depends on all of a round's proposals, those after the first refused one included.
     """
 
     def start_round(self, position: int) -> None:
@@ -519,7 +519,7 @@ class Rejection(Sampler):
             q_rows = q.at(p_rows)
         residual = (kept[..., :m].unsqueeze(-1) * p_rows.probs - q_rows).clamp_min(0)
         left = residual.sum(-1)
-        # Keeping exactly i of them, with more proposed behind, has this probability where no longer part was kept.
+        # Keeping exactly i of them, with more proposed after, has this probability where no longer part was kept.
         share = left[..., 1:] / (left[..., 1:] + 1 - kept[..., 1:m])
         share = torch.where(share.isnan(), 1.0, share)
         last = proposed & ~F.pad(proposed[..., 1:], (0, 1))
@@ -527,7 +527,7 @@ class Rejection(Sampler):
         places = torch.arange(m + 1, device=tokens.device)
         accepted = ((noise[..., :m, 1] < share) * places[1:]).amax(-1)
 
-        # The row behind the accepted part: p itself where nothing was refused, or where p and q are equal up to
+        # The row after the accepted part: p itself where nothing was refused, or where p and q are equal up to
         # rounding and nothing is left over.
         own = p.row(accepted)
         refused = row_of(F.pad(residual * (left > 0).unsqueeze(-1), (0, 0, 0, 1)), accepted)

@@ -20,7 +20,7 @@ class Verdict(NamedTuple):
 
     Attributes:
         safe: Number of tokens that are certain to stay, that is, that cannot become part of a stop.
-        end: None, or the tokens up to and including the stop, which has then been found and takes back all behind
+        end: None, or the tokens up to and including the stop, which has then been found and takes back all after
             `safe`.
     """
 
@@ -133,7 +133,7 @@ class _Needles:
         self.first = 0  # nothing before it counts
 
     def find(self, text: str, before: int) -> int | None:
-        """Where the first string begins that ends behind the first `before` characters."""
+        """Where the first string begins that ends after the first `before` characters."""
         begin = max(self.first, before - self.longest + 1)
         return min((at for string in self.strings if (at := text.find(string, begin)) >= 0), default=None)
 
@@ -161,7 +161,7 @@ class _MarkedText:
         self._names = re.compile("|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)))
         self.text = ""
         self._places: list[int] = []  # of the marks in it
-        self._coming: list[tuple[int, str]] = []  # behind so many characters of the text, which have not all come
+        self._coming: list[tuple[int, str]] = []  # after so many characters of the text, which have not all come
 
     def translate(self, string: str) -> str:
         """A stop string with marks for the special tokens that it names."""
@@ -179,7 +179,7 @@ class _MarkedText:
         self.text += text[size:]
 
     def mark(self, id_: int, place: int) -> None:
-        """Notes a special token behind the first `place` characters of the text."""
+        """Notes a special token after the first `place` characters of the text."""
         self._coming.append((place, self.mark_of[id_]))
 
     def visible(self, place: int) -> int:
@@ -276,7 +276,7 @@ class StopStrings:
         return self._detokenizer.tokens_for(self.safe_chars)
 
     def _find(self, before: int, marked_before: int) -> bool:
-        """Looks for a stop that ends behind what stood there before."""
+        """Looks for a stop that ends after what stood there before."""
         places = [self._plain.find(self._detokenizer.text, before)]
         if self._marked is not None:
             place = self._needles.find(self._marked.text, marked_before)

@@ -293,7 +293,7 @@ def accept_rule_test(verify: Callable[..., Verified] | None = None, draws: int =
     generator = torch.Generator().manual_seed(seed)
     sampler = Rejection(Sampling(), seed=seed)
     verify = verify or sampler.verify
-    logits = 1.5 * torch.randn(3, 8, generator=generator)  # the target's rows behind each of two proposals
+    logits = 1.5 * torch.randn(3, 8, generator=generator)  # the target's rows after each of two proposals
     draft = 1.5 * torch.randn(2, 8, generator=generator)
     counts = torch.zeros(8, dtype=torch.int64)
     for draw in range(draws):

@@ -131,7 +131,7 @@ class TextCodec:
         Args:
             token_ids: `(T,)`.
             after: Tokens before them whose text is not wanted. Sentencepiece-style tokenizers drop the space that
-                begins a text; behind other tokens it stays.
+                begins a text; after other tokens it stays.
         """
         if len(after):
             detokenizer = self.detokenizer(after=after)
@@ -167,7 +167,7 @@ class TextCodec:
         )
 
     def spellings(self, word: str) -> list[list[int]]:
-        """A word as token ids, as it stands at the beginning of a text and behind a space.
+        """A word as token ids, as it stands at the beginning of a text and after a space.
 
         Raises:
             InputError: It has no tokens.
@@ -526,7 +526,7 @@ class _ByteStream:
 
 
 class _WindowStream:
-    """For all others: decodes new tokens behind a few settled ones, lest they be taken for the first of a text."""
+    """For all others: decodes new tokens after a few settled ones, lest they be taken for the first of a text."""
 
     def __init__(self, vocabulary: _Vocabulary, after: list[int]) -> None:
         self._vocabulary = vocabulary
@@ -558,7 +558,7 @@ class _WindowStream:
         return decode(context + tokens)[len(decode(context)) :] if tokens else ""
 
     def _shortest_context(self, tokens: list[int], end: int) -> list[int]:
-        """A short end of `tokens[:end]` that has text: behind it a decoder is past what it does to a beginning."""
+        """A short end of `tokens[:end]` that has text: after it a decoder is past what it does to a beginning."""
         kind = self._vocabulary.kind
         size = 1
         while True:

@@ -6,7 +6,7 @@
 All weights are random, made on the device, in bf16. Each stage has a time limit (in brackets; 350 s on one GPU):
 
 1. The guarantee, Llama-3.2-1B's shape (100 s). A row's logits are compared bit by bit: elsewhere in the block, with
-   junk behind it, over longer buckets of keys and values. Then texts with and without every drafter, greedy and
+   junk after it, over longer buckets of keys and values. Then texts with and without every drafter, greedy and
    coupled. Then both with compiled steps, on a few layers. Logits of random weights are full of near-ties, which the
    change of one bit can turn over, so these texts are a sharp test.
 2. Speed, Llama-3.1-8B's shape with a 1B-shaped draft (190 s), eager and compiled: plain, and speculative where the
@@ -69,7 +69,7 @@ TINY = dict(n_layer=1, n_embd=128, n_head=4, n_query_groups=2, head_size=32, int
 TINY |= dict(vocab_size=2048, padded_vocab_size=2048)
 DTYPE = torch.bfloat16
 WIDTH = 8
-# Short of the end of K/V buckets, across it and behind it.
+# Short of the end of K/V buckets, across it and after it.
 POSITIONS = (61, 65, 125, 253, 385, 449, 509, 513, 1021, 1530, 1537, 2020)
 STEP = 7919  # from an id to the next in a chain
 # Left free on a GPU beside weights: keys and values, graphs, what is copied to measure the bandwidth.
@@ -205,7 +205,7 @@ def compiled(stage: Stage, llm: SpecLLM) -> Iterator[SpecLLM]:
 def scan_bits(
     model: GPT, verify: Callable[..., torch.Tensor], width: int, positions: Sequence[int]
 ) -> tuple[int, list[str]]:
-    """Runs the row at each position last, in the middle and first in a block, with the text and with junk behind it,
+    """Runs the row at each position last, in the middle and first in a block, with the text and with junk after it,
     over the shortest bucket, the next and the whole cache. `verify` is called like `model.verify`.
 
     Returns:
@@ -221,7 +221,7 @@ def scan_bits(
         rows, first = torch.tensor([rows], device=device), torch.tensor([first], device=device)
         return verify(rows, first, cache, kv_length=kv_length)[0]
 
-    # From right to left, and the text's own rows last: what was written behind a row is masked for all that follow, and
+    # From right to left, and the text's own rows last: what was written after a row is masked for all that follow, and
     # what lies before it is always the text, as a block of this width reads it.
     for position in sorted(positions, reverse=True):
         tight = cache.bucket(position + width)

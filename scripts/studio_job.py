@@ -1,6 +1,6 @@
 """Submit `litspec generate` as a job of a Lightning Studio.
 
-Everything behind `--` is passed to `litspec generate` as it stands:
+Everything after `--` is passed to `litspec generate` as it stands:
 
     python scripts/studio_job.py --name answers-1 --machine L4 --dry_run -- \\
         --config litspec/config_hub/generate/llama-3.1-8b.yaml --prompts_file prompts.jsonl --out_file answers.jsonl
@@ -86,14 +86,14 @@ def build_command(flags: Sequence[str], resume_from: str | None = None) -> str:
     """
     if not flags:
         raise InputError(
-            "Nothing stands behind `--`: expected the flags of `litspec generate`, such as -- --prompt TEXT."
+            "Nothing stands after `--`: expected the flags of `litspec generate`, such as -- --prompt TEXT."
         )
     command = shlex.join(["litspec", "generate", *flags])
     if resume_from is None:
         return command
     out_file = find_flag(flags, "out_file")
     if out_file is None:
-        raise InputError(f"--resume_from {resume_from} needs the --out_file of that job among the flags behind `--`.")
+        raise InputError(f"--resume_from {resume_from} needs the --out_file of that job among the flags after `--`.")
     path = path_in_home(out_file)
     if path is None:
         raise InputError(

@@ -940,7 +940,7 @@ def test_a_target_cut_across_ranks_resumes_too(real: RealJob, tmp_path: Path) ->
     assert "tensor_parallel (then 2, now 1)" in (tmp_path / "stderr.txt").read_text()
     assert real.run(out, **cut) == [0, 0]
     assert_whole(out, expected)
-    assert f"behind {left} of 24 texts" in (tmp_path / "stderr.txt").read_text()
+    assert f"after {left} of 24 texts" in (tmp_path / "stderr.txt").read_text()
 
 
 def test_a_rank_that_cannot_write_ends_the_job_with_a_sentence(real: RealJob, tmp_path: Path) -> None:

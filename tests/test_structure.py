@@ -64,6 +64,7 @@ def test_one_file_knows_torch_compile() -> None:
     assert knowing == {"runner.py", "config.py"}
 
 
+@pytest.mark.slow
 def test_every_module_can_be_imported_first() -> None:
     # In fresh interpreters, as a circle shows only to who begins at the wrong end.
     code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)"

@@ -225,7 +225,7 @@ def test_an_sdk_without_one_of_the_arguments_is_told_apart_from_a_wrong_flag(cap
 
 
 def test_settings_that_contradict_or_lack_something_end_with_2(capsys):
-    assert "behind `--`" in refusal(capsys, "--name", "a", "--machine", "L4", flags=[])
+    assert "after `--`" in refusal(capsys, "--name", "a", "--machine", "L4", flags=[])
     assert "exclude each other" in refusal(capsys, "--name", "a", "--machine", "L4", "--org", "x", "--user", "y")
     assert "--name is empty" in refusal(capsys, "--name", " ", "--machine", "L4")
     for args in (["--name", "a"], ["--name", "a", "--machine", "L4", "--prompts_file", "p"]):

@@ -188,7 +188,7 @@ class ModelDrafts:
         cache: KVCache,
         kv_length: int,
     ) -> tuple[torch.Tensor, Distribution | None]:
-        """n drafts of each text behind `rows` (count, r), the first of which stand at `places`."""
+        """n drafts of each text after `rows` (count, r), the first of which stand at `places`."""
         model, n_layer, allowed = self._model, self._n_layer, self._allowed
         r, again = rows.size(1), exact_rows(sampler) is not None
 
@@ -209,7 +209,7 @@ class ModelDrafts:
             ]
             return torch.stack([token for token, _ in drawn], 1), concatenate(q) if q else None
 
-        # Where each step's first row stands: one further each time, and behind the first rows at once for single ones.
+        # Where each step's first row stands: one further each time, and after the first rows at once for single ones.
         step = 0 if again else r - 1
         if len(places) == 1:  # numbers that are on the device already
             after = cache.slots[places[0] + step + 1 : places[0] + step + n + 1]

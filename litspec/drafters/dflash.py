@@ -122,7 +122,7 @@ class DFlash(Drafter):
 class DFlashSession(DraftSession):
     """One text, see `drafters.DraftSession`.
 
-    Keys and values of committed positions stand in order; those of a block stand behind them while it runs, and what is
+    Keys and values of committed positions stand in order; those of a block stand after them while it runs, and what is
     committed next overwrites them. So there is nothing to undo, and a refused draft leaves no trace.
     """
 
@@ -204,7 +204,7 @@ class DFlashSession(DraftSession):
         config = self._config
         if input_pos != self._known:
             raise ValueError(
-                f"a DFlash session that was told {self._known} positions cannot draft behind position {input_pos}; "
+                f"a DFlash session that was told {self._known} positions cannot draft after position {input_pos}; "
                 "commit must come first."
             )
         ids = torch.cat((first, self._mask_ids))

@@ -149,7 +149,7 @@ def _taps(
 def _attention(
     raw: Mapping[str, Any], layers: Mapping[str, Any], own: Mapping[str, Any], count: int
 ) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
-    """For each layer its window, and whether rows of a block see what stands behind them."""
+    """For each layer its window, and whether rows of a block see what stands after them."""
     sliding = [kind == "sliding_attention" for kind in layers.get("layer_types") or ["full_attention"] * count]
     # Qwen3's configuration knows no window unless it is switched on, whatever else it says.
     has_window = layers.get("use_sliding_window", layers.get("model_type") != "qwen3")

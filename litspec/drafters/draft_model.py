@@ -86,7 +86,7 @@ class DraftModel(Drafter):
                 f"The draft model sees {model.config.block_size} tokens, the target {target_config.block_size}; beyond "
                 f"the first {model.config.block_size} tokens of a text nothing is drafted."
             )
-        # A step may draft more than what was asked for, and idle slots run along behind all that counts.
+        # A step may draft more than what was asked for, and idle slots run along after all that counts.
         self._width = 2 * (max_k + 1)
         name = self.vocab_size, self.excluded
         self.drafts = ModelDrafts(model, allowed=self.allowed, name=name)
@@ -150,7 +150,7 @@ class DraftModel(Drafter):
 class DraftModelSession(DraftSession):
     """One text, see `drafters.DraftSession`.
 
-    Refused drafts are undone by doing nothing: what stands in the cache behind the committed tokens is masked until it
+    Refused drafts are undone by doing nothing: what stands in the cache after the committed tokens is masked until it
     is overwritten. Nothing runs before a proposal is asked for; what plain rounds added until then is read at once.
 
     Attributes:
@@ -169,7 +169,7 @@ class DraftModelSession(DraftSession):
         self._prompt_size = 0
         self._read = False  # whether the prompt stands in the cache
         self._filled = 0  # so many keys and values stand in the cache
-        self._drafted = 0  # positions behind `_filled` that hold the last proposal's, should it be accepted
+        self._drafted = 0  # positions after `_filled` that hold the last proposal's, should it be accepted
         self._pieces: tuple[int, ...] = (4, 2, 1)
 
     @property
@@ -184,7 +184,7 @@ class DraftModelSession(DraftSession):
         # Ids that only the target has stand for nothing in the draft's embedding; any other will do.
         size = self._drafter.model.config.padded_vocab_size
         self._tokens += [token if token < size else 0 for token in tokens]
-        # Of the last proposal those stay that were told again, without the target's own token behind them.
+        # Of the last proposal those stay that were told again, without the target's own token after them.
         self._filled += min(len(tokens) - 1, self._drafted)
         self._drafted = 0
 
@@ -194,7 +194,7 @@ class DraftModelSession(DraftSession):
 
     @torch.inference_mode()
     def ask(self, input_pos: int) -> Asked:
-        """What is to be run for drafts behind the token at `input_pos`; reads what has been missed before it."""
+        """What is to be run for drafts after the token at `input_pos`; reads what has been missed before it."""
         pool, number = self.pool, self.target.number
         self._fill_prompt(pool)
         # The first step takes the last two tokens at least: after a full acceptance the last proposal has not been run
@@ -207,7 +207,7 @@ class DraftModelSession(DraftSession):
         return Asked(number, self._tokens[begin : input_pos + 1], begin, self._sampler, self._pieces)
 
     def drafted(self, input_pos: int, k: int) -> None:
-        """Notes that k tokens were drafted behind the token at `input_pos`."""
+        """Notes that k tokens were drafted after the token at `input_pos`."""
         self._filled, self._drafted = input_pos + 1, k - 1
 
     def prepare(self, sizes: Sequence[int]) -> None:

@@ -134,7 +134,7 @@ class Eagle(Drafter):
 class EagleSession(DraftSession):
     """One text, see `drafters.DraftSession`.
 
-    Keys and values that stand for good come from the target's states only. Those of a chain stand behind them and are
+    Keys and values that stand for good come from the target's states only. Those of a chain stand after them and are
     overwritten when the round's committed tokens have come with their states, accepted ones too.
     """
 
@@ -181,7 +181,7 @@ class EagleSession(DraftSession):
         self._filled += size
 
     def _run(self, tokens: Tensor, states: Tensor, input_pos: int) -> Tensor:
-        """The layer's output for rows at `input_pos` and behind it, each a state and the token after it, `(N, c)`."""
+        """The layer's output for rows at `input_pos` and after it, each a state and the token after it, `(N, c)`."""
         drafter = self._drafter
         if self._cache is None:
             self._cache = drafter.layers.make_cache(self._limit, width=drafter.max_k)
@@ -279,7 +279,7 @@ def _taps(config: Mapping[str, Any], n_layer: int, folder: Path) -> tuple[int, .
     taps = tuple(ids) if ids[0] == 1 else tuple(i - 1 for i in ids)
     if wrong := [i for i in taps if not 0 <= i < n_layer]:
         raise InputError(
-            f"The EAGLE-3 head in {str(folder)!r} reads the states behind the target's blocks {list(taps)}, but the "
+            f"The EAGLE-3 head in {str(folder)!r} reads the states after the target's blocks {list(taps)}, but the "
             f"target has {n_layer} blocks, and so no block {wrong[0]}; give the target that the head was made for."
         )
     return taps

@@ -65,7 +65,7 @@ class EarlyExit(Drafter):
 class EarlyExitSession(DraftSession):
     """One text, see `drafters.DraftSession`.
 
-    The drafts' keys and values stand in the target's cache behind its committed tokens, where the verification of the
+    The drafts' keys and values stand in the target's cache after its committed tokens, where the verification of the
     same round overwrites them in all layers and rows: there is nothing to undo.
     """
 
@@ -84,7 +84,7 @@ class EarlyExitSession(DraftSession):
         return self._drafter.propose_batch([self], [token], [input_pos], [k])[0]
 
     def ask(self, input_pos: int) -> Asked:
-        """What is to be run for drafts behind the token at `input_pos`."""
+        """What is to be run for drafts after the token at `input_pos`."""
         begin = max(0, input_pos + 1 - self._first_rows)
         return Asked(self.target.number, self._tokens[begin : input_pos + 1], begin, self._sampler, self._pieces)
 

@@ -62,7 +62,7 @@ def layer_config(
 
     Args:
         config: Of `config.json`.
-        weights: Of one layer, by Hugging Face's names behind `layers.0.`; they tell about biases and norms.
+        weights: Of one layer, by Hugging Face's names after `layers.0.`; they tell about biases and norms.
         folder: For messages.
         n_layer: How many such layers.
         block_size: Positions that they can attend to.
@@ -182,7 +182,7 @@ def litgpt_layer(layer: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]
     """The weights of a decoder layer by LitGPT's names.
 
     Args:
-        layer: By Hugging Face's, behind `layers.0.`.
+        layer: By Hugging Face's, after `layers.0.`.
         folder: For messages.
 
     Raises:

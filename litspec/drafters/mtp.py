@@ -48,7 +48,7 @@ MAX_LAYERS = 8
 
 
 class Ends(NamedTuple):
-    """What stands before and behind the block of one layer, as functions of rows."""
+    """What stands before and after the block of one layer, as functions of rows."""
 
     norm_embedding: Callable[[Tensor], Tensor]
     norm_hidden: Callable[[Tensor], Tensor]
@@ -90,7 +90,7 @@ class MtpSession(DraftSession):
     """One text, see `drafters.DraftSession`.
 
     Layer i keeps keys and values for the rows whose token is committed, which are i fewer than the first layer's. What
-    drafts wrote behind them is overwritten.
+    drafts wrote after them is overwritten.
     """
 
     def __init__(self, drafter: Mtp, target: TargetSession, max_length: int, sampler: Sampler) -> None:
@@ -164,7 +164,7 @@ class MtpSession(DraftSession):
             self._inputs[i] = inputs[ready:].clone()
             if not ready:
                 break
-            # The first layer's row p has the token behind p, row p of layer i the one that is i places further on.
+            # The first layer's row p has the token after p, row p of layer i the one that is i places further on.
             own = torch.tensor(self._tokens[start + i : start + i + ready], device=self._device)
             states = self._run(i, own, inputs[:ready], start)
             self._filled[i] += ready
@@ -172,7 +172,7 @@ class MtpSession(DraftSession):
                 self._last = states[-1:].clone()
 
     def _run(self, layer: int, tokens: Tensor, states: Tensor, input_pos: int) -> Tensor:
-        """A layer's normed output for rows at `input_pos` and behind it, `(N, C)`."""
+        """A layer's normed output for rows at `input_pos` and after it, `(N, C)`."""
         drafter = self._drafter
         if self._cache is None:
             self._cache = drafter.layers.make_cache(self._limit, width=drafter.max_k)
@@ -186,7 +186,7 @@ class MtpSession(DraftSession):
 
 
 class _Naming(NamedTuple):
-    """How a family names its layers: a pattern, and what may stand behind it beside the names of a decoder layer."""
+    """How a family names its layers: a pattern, and what may stand after it beside the names of a decoder layer."""
 
     pattern: str
     norm_embedding: str
@@ -316,7 +316,7 @@ def _check_target(config: Mapping[str, Any], n_layer: int, target_model: GPT, fo
 
 
 def _layer_of(name: str, n_layer: int) -> tuple[str, int, str] | None:
-    """The family whose MTP layer a weight belongs to, the layer's number, and the name behind it."""
+    """The family whose MTP layer a weight belongs to, the layer's number, and the name after it."""
     for family, naming in _NAMINGS.items():
         if found := re.match(naming.pattern, name):
             number = int(found.group(1)) - (n_layer if family == "DeepSeek" else 0)

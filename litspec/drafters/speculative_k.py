@@ -113,7 +113,7 @@ class Acceptance:
         self._tried = [0.0] * positions
         self._prior_weight = self.PRIOR_WEIGHT
         self.plain_rounds = 0  # since the last proposal
-        self.refusals = 0  # of proposals behind plain rounds, one after the other
+        self.refusals = 0  # of proposals after plain rounds, one after the other
 
     def observe(self, proposed: int, accepted: int) -> None:
         """Takes the counts of a round."""
@@ -125,7 +125,7 @@ class Acceptance:
         self.plain_rounds = 0
         self._prior_weight *= self.KEEP
         for i in range(len(self._tried)):
-            # What lies behind the first refusal was not tried.
+            # What lies after the first refusal was not tried.
             self._tried[i] = self._tried[i] * self.KEEP + (i < min(proposed, accepted + 1))
             self._accepted[i] = self._accepted[i] * self.KEEP + (i < accepted)
 

@@ -103,7 +103,7 @@ class SuffixTree:
         return node
 
     def search(self, tail: Sequence[int], k: int, factor: float, offset: float, min_prob: float) -> Path:
-        """The best of the paths that begin behind the last token, behind the last two, and so on.
+        """The best of the paths that begin after the last token, after the last two, and so on.
 
         A path takes the most frequent child at each node. Its tokens have the product of count(child) / count(node) for
         a probability, where the place that the sequence ends with now does not count: nothing followed there yet. It
@@ -121,7 +121,7 @@ class SuffixTree:
             path = self._walk(node, NO_PATH._replace(match=m), min(k, int(m * factor + offset)), min_prob)
             if path.tokens:
                 best = max(best, path, key=lambda path: path.rank)
-        # Where the tree's runs end, as they do at the end of the text, the path goes on behind its longest end that
+        # Where the tree's runs end, as they do at the end of the text, the path goes on after its longest end that
         # something followed somewhere: a text that has begun to repeat itself is drafted beyond what it repeats.
         limit = min(k, int(best.match * factor + offset))
         while 0 < len(best.tokens) < limit and (node := self._last_open([*tail, *best.tokens])):

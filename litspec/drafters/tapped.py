@@ -39,7 +39,7 @@ class Layers(GPT):
             self.bind()
 
     def run(self, layer: int, x: Tensor, input_pos: int, cache: KVCache) -> Tensor:
-        """Rows `x` through one layer, whose keys and values are written at `input_pos` and behind it: `(N, C)`."""
+        """Rows `x` through one layer, whose keys and values are written at `input_pos` and after it: `(N, C)`."""
         size = x.size(0)
         step = self._step(
             cache, cache.slots[input_pos : input_pos + 1], size, cache.bucket(input_pos + size), exact=False
@@ -140,7 +140,7 @@ def draw_chain(
 class Pending:
     """Committed tokens and states that a session has not run yet.
 
-    Row p pairs the state at position p with the token behind it, so the text's first token makes no row.
+    Row p pairs the state at position p with the token after it, so the text's first token makes no row.
 
     Attributes:
         tokens: One for each row.

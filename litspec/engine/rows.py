@@ -21,14 +21,14 @@ from litspec.errors import InputError
 from litspec.model import GPT, KVCache
 from litspec.model.gpt import Block
 
-# Blocks are tried across these borders between K/V buckets: behind the first, sums over keys may get longer; behind
+# Blocks are tried across these borders between K/V buckets: after the first, sums over keys may get longer; after
 # 512 the CPU's fused attention works in several chunks.
 BORDERS = (64, 128, 256, 512, 1024)
 # What values in the cache are multiplied by, where their type can hold it; see `_Trial`.
 LOUD = 2.0**22
 # So many numbers are tried where rows feel their places.
 MORE = 8
-# Where the texts of a batch are tried: one in each of the first buckets, and one behind the first chunk of 512.
+# Where the texts of a batch are tried: one in each of the first buckets, and one after the first chunk of 512.
 SHORT, LONG = (4, 60, 100), (4, 60, 300, 532)
 
 

@@ -37,7 +37,7 @@ class Piece(NamedTuple):
     Attributes:
         prompt: The whole prompt.
         start: Position of the first token to read.
-        end: Position behind the last.
+        end: Position after the last.
     """
 
     prompt: Sequence[int]
@@ -161,7 +161,7 @@ class Slot:
         Args:
             prompt: The whole prompt.
             cache: All slots.
-            most: So many tokens are read before it stops behind a chunk; None: all are.
+            most: So many tokens are read before it stops after a chunk; None: all are.
 
         Returns:
             How many tokens were read, and the first token of the text where the prompt has been read to its end.
@@ -233,11 +233,11 @@ def outcome(
     verified = sampler.verify(logits, inputs, proposed, q)
     accepted = verified.accepted
     if tokens.size(-1) and stops is not None:
-        # What was proposed behind a stop is no part of the text and should not count as accepted.
+        # What was proposed after a stop is no part of the text and should not count as accepted.
         accepted = accepted.minimum(right_prefix(~(tokens.unsqueeze(-1) == stops).any(-1)) + 1)
     given = tokens >= 0
     count = given.sum(-1)
-    # Of negative numbers only -1 stands for nothing, and behind it nothing else may come.
+    # Of negative numbers only -1 stands for nothing, and after it nothing else may come.
     ids_exist = ((tokens < vocab_size) & (tokens >= -1)).all(-1) & (right_prefix(given) == count)
     head = torch.stack((accepted, verified.finite.long(), count, ids_exist.long()), -1)
     parts = [head, F.pad(verified.tokens, (0, width - verified.tokens.size(-1)))]
@@ -336,7 +336,7 @@ def propose(slots: Sequence[Slot], device: torch.device) -> dict[int, Proposal]:
                     slot.error = error
     for slot in slots:
         if slot.grammar is not None and slot.error is None:
-            # What may come behind a token depends on which it is, so here a proposal is read before it is verified.
+            # What may come after a token depends on which it is, so here a proposal is read before it is verified.
             try:
                 slot.grammar.foresee(found[slot.number].tokens.tolist())
             except InputError as error:
@@ -596,11 +596,11 @@ class Verification:
         inputs: list[Inputs],
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """The outcomes of the texts, one after the other in the order of `kinds`, the states of all rows, and the
-        logits behind parts of prompts.
+        logits after parts of prompts.
 
         Args:
             buffers: Keys and values of the sequences.
-            block: (sequences, rows): a token and its proposal, or a part of a prompt; and -1 behind it.
+            block: (sequences, rows): a token and its proposal, or a part of a prompt; and -1 after it.
             input_pos: (sequences,), positions of the first column.
             q: For each kind what its proposals were drawn from, rows - 1 rows per text.
             inputs: For each kind its samplers'.
@@ -725,7 +725,7 @@ def _read(
         if not ids_exist:
             name = slot.drafter.name if slot.drafter is not None else ""
             slot.error = InputError(
-                f"The drafter {name} proposed an id that the target does not have, behind position "
+                f"The drafter {name} proposed an id that the target does not have, after position "
                 f"{slot.text.input_pos}; ids must be in [0, {target.config.padded_vocab_size}), and -1 only at the end."
             )
         elif not finite:

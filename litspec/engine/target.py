@@ -74,7 +74,7 @@ class Placed(Protocol):
             decide: Given the outcome, decides about the next round; called on one rank only.
 
         Returns:
-            The deciding rank's outcome, and what it decided behind it.
+            The deciding rank's outcome, and what it decided after it.
         """
         ...
 
@@ -85,7 +85,7 @@ class TargetSession:
     Attributes:
         model: The target.
         config: Its LitGPT config.
-        cache: Keys and values of this text alone; positions behind the committed ones hold leftovers that nothing
+        cache: Keys and values of this text alone; positions after the committed ones hold leftovers that nothing
             reads.
         device: Where tokens and logits are.
         rows: Numbers of rows that a verification may run.
@@ -189,7 +189,7 @@ class TargetSession:
         return None if hidden is None else hidden[0]
 
     def has_read(self, count: int, logits: torch.Tensor) -> None:
-        """Notes that the next tokens of the prompt have been read in a round, and the logits (1, V) behind them."""
+        """Notes that the next tokens of the prompt have been read in a round, and the logits (1, V) after them."""
         self._tokens = self._prompt[: len(self._tokens) + count]
         self._logits = None if self.unread else logits
 
@@ -261,7 +261,7 @@ class Slots:
         self.placed = placed
         self.max_length = max_length
         width = placed.runner.rows(placed.rows)[-1]
-        # Twice: behind all that counts idle slots run along, also in drafts that the target's own layers make.
+        # Twice: after all that counts idle slots run along, also in drafts that the target's own layers make.
         self.cache = placed.runner.make_cache(placed.model, max_length, width=2 * width, batch_size=count)
         shared: dict[Any, Any] = {}
         self.sessions = [

@@ -136,7 +136,7 @@ class JobFiles:
             if lines >= len(prompts) or not _is_about(found, prompts[lines]) or ("text" in found) == ("error" in found):
                 raise InputError(
                     f"Line {lines + 1} of {str(self.out)!r} is not what this job writes there; remove it and all lines "
-                    "behind it to resume from there, or give another out_file."
+                    "after it to resume from there, or give another out_file."
                 )
             lines, size, errors = lines + 1, size + len(line), errors + ("error" in found)
         if lines == 0 and not begins_with(self.out, dump(prompts[0].head)[:-1].encode()):
@@ -167,7 +167,7 @@ class JobFiles:
             ]
             if changed:
                 log(f"The job was begun with {', '.join(changed)}: further texts may differ in rare near-ties.")
-            log(f"Resuming {str(self.out)!r} behind {done.lines} of {len(prompts)} texts.")
+            log(f"Resuming {str(self.out)!r} after {done.lines} of {len(prompts)} texts.")
         else:
             description = {"format": FORMAT, "decides": wanted, "made_with": made_with}
             write_atomically(self.job, (json.dumps(description, indent=2) + "\n").encode())

@@ -1,7 +1,7 @@
 """Attention of a block of rows over cached keys and values. Notation: see `litspec.model.kv_cache`.
 
 A row's result must not depend, to the last bit, on where the row stands in the block, on what the other rows hold, or
-on how many masked slots are read behind it. That decides most of what looks unusual here.
+on how many masked slots are read after it. That decides most of what looks unusual here.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class GPT(nn.Module):
     """A decoder-only transformer with LitGPT's `Config` and parameter names, for inference.
 
     Keys and values are in a `KVCache` that the caller holds. `prefill` reads a prompt. `verify` runs a block of rows.
-    Refused rows need no rollback: positions behind the last committed one are masked until they are overwritten.
+    Refused rows need no rollback: positions after the last committed one are masked until they are overwritten.
     """
 
     def __init__(self, config: Config) -> None:
@@ -250,7 +250,7 @@ class GPT(nn.Module):
         Args:
             idx: tokens `(B, W)`; W fixed over a session keeps a row's bits, missing rows are padding (id 0).
             input_pos: position of row 0 of each sequence, `(B,)` int64.
-            cache: written at the rows' positions. Whatever lies behind them is masked.
+            cache: written at the rows' positions. Whatever lies after them is masked.
             kv_length: slots to read, at least `max(input_pos) + W` and best a bucket (`cache.bucket`); None: all.
             n_layer: run only that many blocks, then the final norm and head (early exit).
             last: logits of the last so many rows only; 0 leaves out the head.

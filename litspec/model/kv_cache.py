@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # A kind of attention mask: the window (None without one), the number of copies of the rows, and the number of padding
-# rows behind them, which see everything.
+# rows after them, which see everything.
 MaskKind = tuple[int | None, int, int]
 
 
@@ -33,7 +33,7 @@ def kv_bucket(length: int, *, powers_of_two: bool = False) -> int:
     """The number of K/V slots read to cover `length` positions: 64, 128, 512, then multiples of 512.
 
     The CPU's fused attention processes the keys in chunks of 512. A longer bucket adds whole masked chunks and changes
-    no bit of the result; another length would. Up to 128 keys are summed at once, independent of what is masked behind
+    no bit of the result; another length would. Up to 128 keys are summed at once, independent of what is masked after
     them. For 256 keys this is not so on every processor.
 
     Args:

@@ -1,7 +1,7 @@
 """Trains a block drafter (DFlash, arXiv 2602.06036, version 1) and writes its published format.
 
-A text gets several blocks per step, each behind an anchor: a token of the answer that plays the last committed token.
-Row j of a block stands for the token j places behind the anchor, and sees the target's states strictly before the
+A text gets several blocks per step, each after an anchor: a token of the answer that plays the last committed token.
+Row j of a block stands for the token j places after the anchor, and sees the target's states strictly before the
 anchor, as in decoding, where the anchor's own state is not known yet; and the rows of its own block, but no other's.
 
 Shapes: N texts of T tokens, A anchors each, B rows a block, C channels, H query heads, G groups, D elements of a head.
@@ -155,7 +155,7 @@ class BlockDrafter(Learner):
         config, anchors, ends = self.config, batch["anchors"], batch["ends"]
         rows = self.block_rows(batch["ids"], batch["tapped"], anchors)[:, :, 1:]
         offset = torch.arange(1, config.block_size, device=anchors.device)
-        # Row j is taught by the target's distribution over the token j behind the anchor, at the place before that.
+        # Row j is taught by the target's distribution over the token j after the anchor, at the place before that.
         teacher = anchors.unsqueeze(2) + offset - 1
         taught = (anchors >= 0).unsqueeze(2) & (teacher < ends.view(-1, 1, 1))
         weights = torch.exp(-(offset - 1) / (config.block_size / 2)).expand_as(taught)[taught]
@@ -178,7 +178,7 @@ class BlockDrafter(Learner):
         Args:
             ids: (N, T).
             tapped: The target's states, (N, T, len(taps) * C).
-            anchors: (N, A); a block behind -1 is computed like one behind 0, and means nothing.
+            anchors: (N, A); a block after -1 is computed like one after 0, and means nothing.
 
         Returns:
             (N, A, B, C).
@@ -212,7 +212,7 @@ class BlockDrafter(Learner):
 
     @torch.no_grad()
     def ratios(self, batch: dict[str, Tensor], sampling: Sampling) -> list[Tensor]:
-        """See `Learner.ratios`: a row for the block behind each token of the answer, (n, k)."""
+        """See `Learner.ratios`: a row for the block after each token of the answer, (n, k)."""
         return [
             self._ratios(batch["ids"][i, :end], batch["tapped"][i, :end], batch["final"][i, :end], begin, end, sampling)
             for i, (begin, end) in enumerate(zip(batch["begins"].tolist(), batch["ends"].tolist()))

@@ -75,7 +75,7 @@ class DraftModel(Learner):
             litgpt.lora.mark_only_lora_as_trainable(self)
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        """The mean loss over the answers: of every position whose next token is the answer's, or would be behind it."""
+        """The mean loss over the answers: of every position whose next token is the answer's, or would be after it."""
         rows = self.gpt(self._known(batch["ids"]))
         place = torch.arange(rows.size(1), device=rows.device)
         mask = (place >= batch["begins"].unsqueeze(1) - 1) & (place < batch["ends"].unsqueeze(1))

@@ -66,7 +66,7 @@ def expected_rounds(ratios_of_texts: Sequence[Tensor], k: int) -> Rounds:
     """Expected rounds of speculative decoding along given texts.
 
     Args:
-        ratios_of_texts: For each text `(n, k)` or `(n, 1)`: row i is about a round behind the text's token i (from 0),
+        ratios_of_texts: For each text `(n, k)` or `(n, 1)`: row i is about a round after the text's token i (from 0),
             column j has q / p of token i + j + 1, for which its proposal j + 1 stands (see `ratios`). One column serves
             drafters whose proposals depend on the text alone: row i is then about token i + 1.
         k: Proposals per round; fewer where fewer than k + 1 tokens are left.
@@ -80,12 +80,12 @@ def expected_rounds(ratios_of_texts: Sequence[Tensor], k: int) -> Rounds:
         n = of_text.size(0)
         tokens += n
         table = _by_round(of_text.double().cpu(), k)
-        # prefix[i, j]: the first j proposals of a round behind token i are accepted; it proposes min(k, n - 1 - i).
+        # prefix[i, j]: the first j proposals of a round after token i are accepted; it proposes min(k, n - 1 - i).
         kept = table.cumprod(1).clamp(max=1.0).cummin(1).values
         prefix = torch.cat((torch.ones(n, 1, dtype=torch.float64), kept), dim=1)
         limit = (n - 1 - torch.arange(n)).clamp(max=k)
         made = torch.arange(k) < limit.unsqueeze(1)
-        # end[i, j]: exactly j accepted, so that the next round begins behind token i + j + 1.
+        # end[i, j]: exactly j accepted, so that the next round begins after token i + j + 1.
         more = torch.cat((prefix[:, 1:] * made, torch.zeros(n, 1, dtype=torch.float64)), dim=1)
         end = torch.where(torch.arange(k + 1) <= limit.unsqueeze(1), prefix - more, 0.0)
         visits = [0.0] * (n + k + 2)
@@ -102,7 +102,7 @@ def expected_rounds(ratios_of_texts: Sequence[Tensor], k: int) -> Rounds:
 
 
 def _by_round(of_text: Tensor, k: int) -> Tensor:
-    """`(n, k)`: the ratio of proposal j of a round behind token i, from either form."""
+    """`(n, k)`: the ratio of proposal j of a round after token i, from either form."""
     if of_text.size(1) == k and k > 1:
         return of_text
     padded = torch.cat((of_text[:, 0], torch.zeros(k, dtype=of_text.dtype)))

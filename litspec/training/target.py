@@ -142,5 +142,5 @@ class StatesOf:
 
 
 def padded(texts: Sequence[Text]) -> Tensor:
-    """The texts' ids `(N, T)`, zeros behind their ends."""
+    """The texts' ids `(N, T)`, zeros after their ends."""
     return nn.utils.rnn.pad_sequence([text.ids for text in texts], batch_first=True)
