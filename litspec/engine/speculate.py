@@ -113,8 +113,8 @@ class Slot:
         """
         target = self.target
         if not self._begun:
-            cache.begin(self.number, prompt, self.taps)
-            self._begun = True
+            cache.begin(self.number, prompt, self.taps, None if self.draft is None else self.draft.resume)
+            self._begun, self._last_state = True, target.last_state
         before = target.unread
         while target.unread and (most is None or before - target.unread < most):
             begin = len(prompt) - target.unread
