@@ -316,7 +316,7 @@ def _check_reuse(
     long = (texts[0] * (PREFILL_CHUNK // len(texts[0]) + 2))[: PREFILL_CHUNK + len(texts[0]) + 2]
     width = llm.verify_width
     if len(long) + 2 * width <= llm.placed.model.config.block_size:
-        texts += [long, [*long[:-1], *texts[-1][:3]], [*long[: PREFILL_CHUNK // 2], *texts[-1]]]
+        texts += [long, [*long[:-1], *texts[-1][:3]], [*long[: PREFILL_CHUNK // 2], *texts[-1]], long]
     room, k = max(map(len, texts)) + 2 * width, min(drafter.max_k, width - 1)
     target = TargetSession(llm.placed, room)
     for i in range(len(texts)):
