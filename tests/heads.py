@@ -87,7 +87,7 @@ class Recorder(Greedy):
 
     def draw(self, logits: Tensor, position: int | Inputs) -> tuple[Tensor, None]:
         told = self.follow[len(self.logits) : len(self.logits) + 1]
-        self.logits.append(logits[0].clone())
+        self.logits += logits.clone()  # a row each
         return torch.tensor(told) if told else logits.max(-1).indices, None
 
 

@@ -516,19 +516,14 @@ def test_a_head_keeps_the_promises_that_anybody_s_must(llm: SpecLLM, version: st
 class Stale(DFlash):
     """Keeps the keys and values of a block where they should have been overwritten."""
 
-    def start(self, target: TargetSession, max_length: int, sampler: Sampler) -> DFlashSession:
-        session = super().start(target, max_length, sampler)
-        commit = session.commit
-
-        def stale(tokens: Sequence[int], input_pos: int, hidden: Tensor | None = None) -> None:
-            before = [buffer.clone() for buffer in session._k]
-            commit(tokens, input_pos, hidden)
-            if len(tokens) > 1 and input_pos:
-                for buffer, old in zip(session._k, before):
-                    buffer[:, input_pos - 1 : session._known] = old[:, input_pos - 1 : session._known]
-
-        session.commit = stale  # type: ignore[method-assign]
-        return session
+    def absorb(self, sessions: Any, sizes: Sequence[int], members: range) -> None:
+        ((session,), (size,)) = sessions, sizes
+        start, cache = session.filled, session.pool.cache
+        before = [buffer.clone() for buffer in cache.k]
+        super().absorb(sessions, sizes, members)
+        if size > 1 and start:
+            for buffer, old in zip(cache.k, before):
+                buffer[:, :, start : start + size] = old[:, :, start : start + size]
 
 
 def test_a_head_that_keeps_a_block_s_keys_is_found(llm: SpecLLM) -> None:

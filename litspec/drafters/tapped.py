@@ -403,8 +403,8 @@ class TappedSession(DraftSession):
             raise ValueError("commit was given no states; a drafter with taps must be told them.")
         if input_pos != self._told:
             raise ValueError(
-                f"commit was given the tokens from position {input_pos} on, but the next one is {self._told}; a drafter "
-                "with taps must be told every committed position once, in order."
+                f"commit was given the tokens from position {input_pos} on, but the next one is {self._told}; a "
+                "drafter with taps must be told every committed position once, in order."
             )
         if not self._open:
             self.pool.open(self.number)
