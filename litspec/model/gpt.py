@@ -17,7 +17,7 @@ from litspec.errors import InputError
 from litspec.model.attention import MAX_FOLDED_ROWS, CausalSelfAttention, MultiheadLatentAttention, mask_kind
 from litspec.model.bound import bound, bound_if_any
 from litspec.model.kv_cache import SMALLEST_COMPILED, KVCache, Step, kv_bucket
-from litspec.model.mlp import build_mlp
+from litspec.model.mlp import LLaMAMoE, build_mlp
 from litspec.model.norm import build_norm
 
 
@@ -118,6 +118,12 @@ class GPT(nn.Module):
         super()._apply(*args, **kwargs)
         self.bind()
         return self
+
+    def fix_shapes(self) -> None:
+        """Makes all shapes inside `verify` depend on its arguments' shapes alone, as one graph for all calls needs."""
+        for block in self.transformer.h:
+            if isinstance(block.mlp, LLaMAMoE):
+                block.mlp.fixed_shapes = True
 
     # ---- sessions ----
 

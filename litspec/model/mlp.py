@@ -25,14 +25,14 @@ SHORT_CHUNK = 64
 def activate(function: Callable[[Tensor], Tensor], x: Tensor, exact: bool = True) -> Tensor:
     """An elementwise function of rows `x` `(N, size)`, such that a row's result does not depend on its place.
 
-    One call does where all rows fall on whole vectors of one thread; else each row gets a call of its own. Nothing of
-    that is needed for rows that need not be `exact` (see `Step`), nor on GPUs, which compute every element alike.
+    A call takes as many rows as fall on whole vectors of one thread, perhaps a single one. Nothing of that is needed
+    for rows that need not be `exact` (see `Step`), nor on GPUs, which compute every element alike.
     """
     rows, size = x.shape
-    whole = size % VECTOR_STEP == 0 and rows * size <= SINGLE_THREADED
-    if whole or rows == 1 or not exact or not x.is_cpu:
+    together = max(1, SINGLE_THREADED // size) if size % VECTOR_STEP == 0 else 1
+    if rows <= together or not exact or not x.is_cpu:
         return function(x)
-    return torch.stack([function(row) for row in x])
+    return torch.cat([function(part) for part in x.split(together)])
 
 
 class GptNeoxMLP(litgpt.model.GptNeoxMLP):
@@ -87,11 +87,16 @@ class GroupedTopkRouter(litgpt.model.GroupedTopkRouter):
 
 
 class LLaMAMoE(nn.Module):
-    """A mixture of experts (Mixtral, Qwen3-MoE, DeepSeek)."""
+    """A mixture of experts (Mixtral, Qwen3-MoE, DeepSeek).
+
+    Attributes:
+        fixed_shapes: Whether the shapes of blocks must not depend on values, see `GPT.fix_shapes`.
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
+        self.fixed_shapes = False
         gate = GroupedTopkRouter(config) if config.n_expert_groups else None
         self.gate = gate or nn.Linear(config.n_embd, config.n_expert, bias=False)
         size = config.moe_intermediate_size
@@ -110,7 +115,7 @@ class LLaMAMoE(nn.Module):
         Where rows are to be `exact` (see `Step`), an expert that any row is routed to runs on all rows, with weight
         zero where it was not asked for: a product over only its own rows would sum in another order for another choice
         of rows. Chunks of a prompt, always cut the same way, hand each expert its own rows. Which experts are touched
-        is read on the host; a compiled graph cannot, and runs them all.
+        is read on the host. A step of `fixed_shapes` cannot, and runs them all.
         """
         if self.config.n_expert_groups:
             probs, experts = self.gate(x, exact)
@@ -120,7 +125,7 @@ class LLaMAMoE(nn.Module):
         probs = (probs * self.config.routed_scaling_factor).to(x.dtype)
         weights = torch.zeros(len(x), len(self.experts), dtype=x.dtype, device=x.device).scatter(1, experts, probs)
         y = torch.zeros_like(x)
-        touched = range(len(self.experts)) if torch.compiler.is_compiling() else experts.unique().tolist()
+        touched = range(len(self.experts)) if exact and self.fixed_shapes else experts.unique().tolist()
         for expert in touched:
             if exact or len(x) <= SHORT_CHUNK:
                 y = torch.addcmul(y, self.experts[expert](x, exact), weights[:, expert, None])
