@@ -231,10 +231,12 @@ class Pool:
         Behind them all is zeroed: a mask does not hide a NaN that an earlier text left.
         """
         rows = max(0, held - 1)  # a row waits for the token behind it
+        prompt, carried = self.prompts[origin][:held], self.carried[origin][: held // CHUNK]
+        # Interrupted on the way, a slot holds nothing, rather than half of what it says.
+        self.prompts[number], self.carried[number] = [], []
         if number != origin and rows:
             self.cache.sequences(number, number + 1).copy_from(self.cache.sequences(origin, origin + 1), rows)
-        self.prompts[number] = self.prompts[origin][:held]
-        self.carried[number] = self.carried[origin][: held // CHUNK]
+        self.prompts[number], self.carried[number] = prompt, carried
         for buffer in (*self.cache.k, *self.cache.v):
             buffer[number, :, rows:] = 0
 
