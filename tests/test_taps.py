@@ -6,6 +6,7 @@ once, with the states of LitGPT's own model in one pass without a cache.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,8 @@ import litgpt.model
 import pytest
 import torch
 from checkpoints import lively_weights, tiny_config, write_checkpoint
-from heads import Recorder, Told, random_dflash, random_eagle, random_mtp, write_folder
+from heads import Recorder, Told, proposals_of, random_dflash, random_eagle, random_mtp, write_folder
+from safetensors.torch import load_file
 from torch import Tensor
 
 from litspec import SpecLLM
@@ -27,7 +29,7 @@ from litspec.drafters.tapped import CHUNK, TappedDrafter
 from litspec.engine.sequence import Text
 from litspec.engine.speculate import Slot
 from litspec.engine.target import Slots
-from litspec.model import GPT
+from litspec.model import GPT, KVCache
 from litspec.stopping import StopTokens
 from litspec.testing import check_drafter
 
@@ -169,6 +171,29 @@ def test_what_one_text_left_does_not_reach_the_next_not_even_a_nan(llm: SpecLLM,
         assert_drafts(text.propose(k), fresh(drafter, llm.placed.model, text.tokens, k))
 
 
+def test_a_takeover_that_is_interrupted_leaves_a_slot_that_holds_nothing(
+    llm: SpecLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = head_of("eagle", llm, tmp_path)
+    slots = Slots(llm.placed, 2, 700)
+    first, second = ids(CHUNK + 20), ids(CHUNK + 20)
+    for number, prompt in ((0, first), (1, second)):
+        Running(llm, drafter, slots, number, prompt)
+    copy_from = KVCache.copy_from
+
+    def interrupted(self: KVCache, other: KVCache, length: int) -> None:
+        copy_from(self, other, length // 2)
+        raise KeyboardInterrupt
+
+    session = drafter.start(slots.sessions[1], 700, Recorder())
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(KVCache, "copy_from", interrupted)
+        session.resume(first, CHUNK)
+    text = Running(llm, drafter, slots, 1, second)  # half of its keys and values were written over
+    assert text.read == [CHUNK, 20]
+    assert_drafts(text.propose(4), fresh(drafter, llm.placed.model, text.tokens, 4))
+
+
 def test_states_of_other_taps_or_of_plain_texts_are_read_again(llm: SpecLLM, tmp_path: Path) -> None:
     """One engine, several drafters one after the other, and a text between them that nobody drafted for."""
     prompt = ids(CHUNK + 20)
@@ -271,6 +296,28 @@ def test_a_chain_runs_its_layer_once_a_step_for_all_texts(llm: SpecLLM, kind: st
     assert sizes == [4 * 8, 4, 4, 4]
 
 
+def test_slots_that_run_along_out_of_every_window_leave_no_nan(llm: SpecLLM, tmp_path: Path) -> None:
+    """A row that no key is in sight of has no softmax; what it writes must not reach a text that comes near."""
+    folder = random_dflash(llm.placed.model.config, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config |= dict(num_hidden_layers=2, layer_types=["sliding_attention"] * 2)
+    config |= dict(sliding_window=8, use_sliding_window=True)
+        layer_types=["sliding_attention"] * 2, sliding_window=8, use_sliding_window=True, num_hidden_layers=2
+    )
+    weights = load_file(folder / "model.safetensors")
+    weights |= {name.replace("layers.0", "layers.1"): weight for name, weight in weights.items() if "layers.0" in name}
+    drafter = load_dflash(write_folder(folder, config, weights), llm.placed.model)
+    assert drafter.config.windows == (8, 8)
+    slots = Slots(llm.placed, 3, 600)
+    texts = [Running(llm, drafter, slots, n, ids(20 + n)) for n in range(3)]
+    outer = [texts[0], texts[2]]
+    drafter.propose_batch([t.session for t in outer], [t.tokens[-1] for t in outer], [20, 22], [4, 4])
+    cache = drafter.pool(slots.sessions[0]).cache
+    assert all(buffer.isfinite().all() for buffer in (*cache.k, *cache.v))
+    assert cache.k[1][1, :, -1].any(), "the slot between them ran along"
+    assert_drafts(texts[1].propose(4), fresh(drafter, llm.placed.model, texts[1].tokens, 4))
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": dict(temperature=0.0),
     "coupled": dict(temperature=0.9, top_k=40, sampler="coupled"),
@@ -298,6 +345,20 @@ def test_texts_are_the_same_alone_in_a_batch_and_without_a_head(
         if "rejection" not in way:
             texts = plain.generate(prompts, batch_size=4, **settings)
             assert [text.token_ids for text in texts] == alone, way
+
+
+@pytest.mark.parametrize("kind", ["eagle", "mtp1", "mtp3"])
+def test_on_a_compiled_target_drafts_and_texts_are_the_same(folder: Path, kind: str, tmp_path: Path) -> None:
+    llms = [SpecLLM.load(folder, drafter="none", verify_width=4, compile=compiled) for compiled in (True, False)]
+    heads = [head_of(kind, each, tmp_path) for each in llms]
+    for settings in (dict(temperature=0.0), dict(temperature=0.9, top_k=40, sampler="coupled")):
+        settings |= dict(max_new_tokens=12, seed=5)
+        text = llms[0].with_drafter(heads[0]).generate("abc", speculative_k=3, **settings)
+        assert text.token_ids == llms[0].generate("abc", **settings).token_ids
+        assert text.stats.proposed > 15
+    # States of a compiled verification differ from others in their last bits only.
+    compiled, eager = (proposals_of(each, head, ["abc"]) for each, head in zip(llms, heads))
+    assert compiled == eager and len({tuple(proposal) for proposal in compiled[0]}) > 3
 
 
 def test_interrupted_texts_leave_nothing_and_streams_run_side_by_side(llm: SpecLLM, tmp_path: Path) -> None:
