@@ -302,8 +302,6 @@ def test_slots_that_run_along_out_of_every_window_leave_no_nan(llm: SpecLLM, tmp
     config = json.loads((folder / "config.json").read_text())
     config |= dict(num_hidden_layers=2, layer_types=["sliding_attention"] * 2)
     config |= dict(sliding_window=8, use_sliding_window=True)
-        layer_types=["sliding_attention"] * 2, sliding_window=8, use_sliding_window=True, num_hidden_layers=2
-    )
     weights = load_file(folder / "model.safetensors")
     weights |= {name.replace("layers.0", "layers.1"): weight for name, weight in weights.items() if "layers.0" in name}
     drafter = load_dflash(write_folder(folder, config, weights), llm.placed.model)
