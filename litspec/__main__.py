@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import io
 import os
 import re
@@ -14,6 +15,7 @@ from jsonargparse import ArgumentParser, set_parsing_settings
 
 from litspec import __version__
 from litspec.commands.bench import bench
+from litspec.commands.chat import chat
 from litspec.commands.distill import distill
 from litspec.commands.extract_mtp import extract_mtp
 from litspec.commands.generate import generate
@@ -24,6 +26,7 @@ from litspec.lifeline import check_environment
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "generate": generate,
+    "chat": chat,
     "verify": verify,
     "bench": bench,
     "distill": distill,
@@ -40,8 +43,27 @@ class Parser(ArgumentParser):
             r'^.*?(?:argument --|Parser key "(?:\w+\.)*)(\w+)"?:\s*(?=\1 must be )', "", message, flags=re.S
         )
         message = " ".join(message.split())
-        print(f"litspec: {message}{'' if message.endswith('.') else '.'} See `{self.prog} --help`.", file=sys.stderr)
+        if given := re.fullmatch(r"Unrecognized arguments: (.+)", message):
+            message = self._unknown(given[1].split())
+        elif given := re.match(r"argument COMMAND: invalid choice: '(.+?)'", message):
+            message = f"{given[1]} is no command{_meant(given[1], list(COMMANDS))}"
+        prog = self.prog.replace(" [options]", "")
+        print(f"litspec: {message}{'' if message.endswith(('.', '?')) else '.'} See `{prog} --help`.", file=sys.stderr)
         sys.exit(2)
+
+    def _unknown(self, words: list[str]) -> str:
+        """Says which flags are unknown, and those that are spelled much like them."""
+        known = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
+        flags = [word.split("=")[0] for word in words if word.startswith("-")]
+        if not flags:
+            return f"nothing takes the words {' '.join(words)}; values stand behind flags, quoted if they have spaces"
+        return "; ".join(f"there is no flag {flag}{_meant(flag, known)}" for flag in flags)
+
+
+def _meant(given: str, known: Sequence[str]) -> str:
+    """Asks whether one of these was meant, where one is spelled much like what was given."""
+    close = difflib.get_close_matches(given, known, n=1, cutoff=0.7)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def build_parser() -> ArgumentParser:

@@ -1,4 +1,4 @@
-"""Checkpoint folders as LitGPT writes them: open one, read its weights, tell whether two of them make a pair.
+"""Checkpoint folders in LitGPT's format: opening, reading weights, and checking whether two are a pair.
 
 Whatever can be wrong with a folder that a user names is found here and said in one sentence (`InputError`), before any
 weight is read where that is possible. Weights are read with `weights_only=True`, so that a pickle cannot run code, and
@@ -23,14 +23,14 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import yaml
-from litgpt.config import Config
+from litgpt.config import Config, configs
 from litgpt.tokenizer import Tokenizer
 from litgpt.utils import extend_checkpoint_dir, fix_and_load_json
 from torch import Tensor, nn
 
+from litspec.convert import WEIGHTS, command_for, convert, is_hugging_face
 from litspec.errors import InputError
 
-WEIGHTS = "lit_model.pth"
 _SIZES: tuple[str, ...] = ("block_size", "n_layer", "n_embd", "n_head", "n_query_groups", "head_size", "vocab_size")
 _SIZES += (
     "padded_vocab_size",
@@ -46,7 +46,7 @@ _LARGEST = 1e12  # of any number in a config: beyond it sizes cannot even be mul
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder that has been looked at.
+    """A checkpoint folder that has been checked.
 
     Attributes:
         dir: The folder, as LitGPT resolves it: as given, or below `./checkpoints`.
@@ -66,7 +66,7 @@ class PairReport:
     """What a target and a draft checkpoint have in common.
 
     Attributes:
-        shared_vocab_size: A draft may propose the ids below it, less `excluded`; the target may produce all of its own.
+        shared_vocab_size: Draft ids must be below it and not in `excluded`. The target may produce all its ids.
         notes: Sentences for the user.
         excluded: Ids below `shared_vocab_size` that do not mean the same to both, in rising order.
     """
@@ -79,12 +79,15 @@ class PairReport:
 # --- the folder -------------------------------------------------------------------------------------------------------
 
 
-def open_checkpoint(checkpoint_dir: str | os.PathLike[str], *, role: str = "checkpoint_dir") -> Checkpoint:
-    """Looks at a checkpoint folder: all but its tokenizer and the values of its weights.
+def open_checkpoint(
+    checkpoint_dir: str | os.PathLike[str], *, role: str = "checkpoint_dir", may_convert: bool = False
+) -> Checkpoint:
+    """Opens and checks a checkpoint folder, except its tokenizer and the values of its weights.
 
     Args:
         checkpoint_dir: A path, or a name below `./checkpoints`, as LitGPT's commands take it.
         role: The argument or flag that it came from, to be named in errors.
+        may_convert: Convert a Hugging Face folder in place, where this process is the only one.
 
     Raises:
         InputError: When the folder, or a file in it, is missing, unreadable, or something else than LitGPT's.
@@ -95,6 +98,9 @@ def open_checkpoint(checkpoint_dir: str | os.PathLike[str], *, role: str = "chec
     try:
         folder = extend_checkpoint_dir(Path(given))
         _check_folder(Path(given), folder, role)
+        alone = os.environ.get("WORLD_SIZE", "1") == "1"  # ranks would write over each other
+        if may_convert and alone and not os.path.lexists(folder / WEIGHTS) and is_hugging_face(folder):
+            convert(folder, role)
         _check_weights_file(folder, role)
         for names in (("model_config.yaml",), ("tokenizer.json", "tokenizer.model"), ("tokenizer_config.json",)):
             _check_present(folder, names, role)
@@ -115,7 +121,17 @@ def _check_folder(given: Path, folder: Path, role: str) -> None:
     as_given = given.is_absolute() or given.parts[0] == "checkpoints"
     where = "" if as_given else ", neither as given nor below ./checkpoints"
     what = f"{role} {str(given)!r} does not exist{where}"
-    raise InputError(f"{what}; give a LitGPT checkpoint folder, such as `litgpt download` makes.")
+    raise InputError(f"{what}; give a LitGPT checkpoint folder{_download(given)}.")
+
+
+def _download(given: Path) -> str:
+    """Ends a sentence about a missing folder with the command that makes it, where LitGPT can download it."""
+    parts = given.parts[-2:]
+    for config in configs:
+        hub = config["hf_config"]
+        if hub["name"].lower() == parts[-1].lower() and (len(parts) < 2 or parts[0] in ("checkpoints", hub["org"])):
+            return f", such as `litgpt download {hub['org']}/{hub['name']}` makes"
+    return ", such as `litgpt download ORG/NAME` makes (`litgpt download list` shows the names)"
 
 
 def _check_present(folder: Path, names: tuple[str, ...], role: str) -> None:
@@ -128,7 +144,7 @@ def _check_present(folder: Path, names: tuple[str, ...], role: str) -> None:
 
 
 def _check_plain(path: Path, role: str) -> None:
-    """Raises InputError for a link that leads nowhere, and for a pipe or a device, which would never end."""
+    """Raises InputError for a broken link, and for a pipe or a device, whose reading might never end."""
     if path.is_symlink() and not path.exists():
         raise InputError(
             f"{str(path)!r} ({role}) is a link to {os.readlink(path)!r}, which does not exist; put the file there, or "
@@ -139,7 +155,7 @@ def _check_plain(path: Path, role: str) -> None:
 
 
 def _check_weights_file(folder: Path, role: str) -> None:
-    """Looks at the first and last bytes of `lit_model.pth`, or at what else the folder holds if there is none."""
+    """Checks the first and last bytes of `lit_model.pth`. Without this file, reports what the folder holds instead."""
     path = folder / WEIGHTS
     if path.is_dir():
         raise InputError(
@@ -160,7 +176,7 @@ def _check_weights_file(folder: Path, role: str) -> None:
     elif head.startswith(b"PK"):
         what = f"is truncated ({path.stat().st_size:,} bytes); download or convert the checkpoint again"
     elif head[8:9] == b"{":
-        what = f"is a safetensors file; convert the Hugging Face checkpoint with `litgpt convert_to_litgpt {folder}`"
+        what = f"is a safetensors file under another name; rename it to model.safetensors, then {command_for(folder)}"
     elif head.startswith(b"\x80"):
         what = "is in the format of PyTorch before 1.6 or a bare pickle; save the weights again with torch.save"
     else:
@@ -176,7 +192,7 @@ def _what_else(folder: Path) -> str:
     if adapters := [name for name in names if name.startswith(f"{WEIGHTS}.adapter")]:
         return f" but adapter weights, {adapters[0]}, which cannot be merged; give a checkpoint with full weights"
     if any(name.endswith((".safetensors", ".bin")) or name.endswith(".index.json") for name in names):
-        return f"; it is a Hugging Face folder not yet converted: run `litgpt convert_to_litgpt {folder}`"
+        return f"; it is a Hugging Face folder not yet converted: {command_for(folder)}"
     if below := [name for name in names if (folder / name / WEIGHTS).exists()]:
         return f", but a subfolder has one: give {str(folder / below[-1])!r}"
     if others := [name for name in names if name.endswith((".pth", ".pt", ".ckpt"))]:
@@ -315,7 +331,7 @@ def _check_names(weights: Mapping[Any, Any], what: str, folder: Path) -> None:
         raise InputError(f"{what} holds LoRA weights ({lora[0]!r}); merge them with `litgpt merge_lora {folder}`.")
     if foreign := [name for name in names if not name.startswith(known)]:
         if re.match(r"(model|gpt_neox|transformer|backbone|language_model)\.", foreign[0]):
-            how = f"are Hugging Face's names; convert the checkpoint with `litgpt convert_to_litgpt {folder}`"
+            how = f"are Hugging Face's names, so the checkpoint is not converted yet: {command_for(folder)}"
         elif "_orig_mod." in foreign[0]:
             how = f"are those of a compiled model in training; {_extract(folder)}"
         else:
@@ -331,7 +347,7 @@ def _check_names(weights: Mapping[Any, Any], what: str, folder: Path) -> None:
 
 
 def _with_current_names(weights: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """LitGPT once kept q, k and v interleaved by group, under `attn.attn`; it still reads such files, and so do we."""
+    """Reads LitGPT's old format, with q, k and v interleaved by group under `attn.attn`."""
     for name in [name for name in weights if re.search(r"\.attn\.attn\.(weight|bias)$", name)]:
         from litgpt.scripts.convert_hf_checkpoint import qkv_reassemble
 
@@ -355,11 +371,11 @@ def load_weights(
 
     Args:
         model: A GPT with LitGPT's parameter names, on any device, the meta device included.
-        checkpoint: Where the weights come from.
-        dtype: What to cast them to; None: to the type that each of the model's parameters has.
-        device: Where to put them, or a function that tells it by name; None: where the model is, or the CPU for a model
-            on the meta device.
-        part: Given a name and the whole tensor, returns what is to be kept of it; None: all.
+        checkpoint: The checkpoint of the weights.
+        dtype: Dtype to cast to; None for the dtype of each of the model's parameters.
+        device: Device of the weights, or a function from a weight's name to its device. None for the model's device, or
+            the CPU for a model on the meta device.
+        part: A function from a weight's name and tensor to the part to keep; None to keep all.
 
     Raises:
         InputError: When the weights do not fit the model, which is unchanged then; names the first parameter at fault.
@@ -454,7 +470,7 @@ def load_tokenizer(checkpoint_dir: Path, *, role: str = "checkpoint_dir") -> Tok
 
 
 def _for_inference(tokenizer: Tokenizer) -> Tokenizer:
-    """Switches off what `tokenizer.json` keeps from training: prompts would be cut, filled up, or split by chance."""
+    """Switches off settings of training in `tokenizer.json`: truncation, padding and random splits (dropout)."""
     if tokenizer.backend == "huggingface":
         tokenizer.processor.no_truncation()
         tokenizer.processor.no_padding()

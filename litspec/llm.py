@@ -16,6 +16,7 @@ import torch
 from litspec.arguments import checked, spelled_out
 from litspec.checkpoint import PairReport, check_pair, open_checkpoint
 from litspec.config import GenerateConfig, LoadConfig, check_batch_size, check_k
+from litspec.conversation import Message
 from litspec.demo import DEMO_DRAFT, DEMO_TARGET
 from litspec.drafters import AdaptiveK, Drafter, FixedK, SpeculativeK, make_drafter
 from litspec.drafters.folders import kind_of, load_published
@@ -201,11 +202,13 @@ class SpecLLM:
         if checkpoint_dir is None:
             checkpoint_dir = DEMO_TARGET
             draft_dir = DEMO_DRAFT if drafter in ("auto", "draft_model") else None
-        target = open_checkpoint(checkpoint_dir, role="checkpoint_dir")
+        target = open_checkpoint(checkpoint_dir, role="checkpoint_dir", may_convert=config.convert)
         if drafter not in ("auto", "draft_model"):
             draft_dir = None  # not needed, so not read
         kind = kind_of(draft_dir, target.dir) if draft_dir is not None else "litgpt"
-        draft = open_checkpoint(draft_dir, role="draft_dir") if draft_dir is not None and kind == "litgpt" else None
+        draft = None
+        if draft_dir is not None and kind == "litgpt":
+            draft = open_checkpoint(draft_dir, role="draft_dir", may_convert=config.convert)
         codec = TextCodec(target.dir, target.config, trust_prompt_style=config.trust_prompt_style)
         pair = check_pair(target, draft) if draft is not None else None
         placed = place(
@@ -352,6 +355,40 @@ class SpecLLM:
             completions[i] = result
         return [completions[i] for i in range(len(texts))]
 
+    @overload
+    def chat(self, messages: Sequence[Message], *, stream: Literal[False] = ..., **settings: Any) -> Completion: ...
+    @overload
+    def chat(self, messages: Sequence[Message], *, stream: Literal[True], **settings: Any) -> TextStream: ...
+
+    @spelled_out(settings=GenerateConfig)
+    def chat(
+        self, messages: Sequence[Message], settings: GenerateConfig, *, stream: bool = False, index: int = 0
+    ) -> Completion | TextStream:
+        """Generates the next answer of a conversation; what earlier calls read of it is not read again.
+
+        Args:
+            messages: `[{"role": "user", "content": "Hello"}]`, in turns of user and assistant, the last a user's; the
+                first may have the role system. The prompt style puts them together where it takes messages, else the
+                checkpoint's chat template; see `litspec.conversation.Turns`.
+            {settings}
+            stream: Return an iterator of pieces of the text instead.
+            index: Of this text among many; see `generate`.
+
+        Raises:
+            InputError: A ValueError; as `generate`, and for messages that are no conversation.
+        """
+        stream, index = checked("stream", stream, bool), checked("index", index, int)
+        if settings.seed is None:
+            settings = replace(settings, seed=self.placed.share_int(int(torch.randint(2**62, ()))))
+        ids = self.codec.encode_messages(messages, settings.sys_prompt)
+        text = TextStream(self._stream(self._prepare(messages[-1]["content"], settings, index, ids.tolist())))
+        if stream:
+            return text
+        for _ in text:
+            pass
+        assert text.completion is not None, "a stream ends with its completion"
+        return text.completion
+
     @torch.inference_mode()
     def score(self, text: str, *, prompt: str | None = None, sys_prompt: str | None = None, logprobs: int = 0) -> Score:
         """How likely the target finds a given text.
@@ -441,13 +478,13 @@ class SpecLLM:
         found = max(1, min(texts, fitting, self._paying or 2))
         return 1 << (found.bit_length() - 1) if self.runner.compiles else found
 
-    def _prepare(self, prompt: str, settings: GenerateConfig, index: int) -> _Prepared:
-        """Checks and encodes a request."""
+    def _prepare(self, prompt: str, settings: GenerateConfig, index: int, ids: list[int] | None = None) -> _Prepared:
+        """Checks and encodes a request; `ids` are what the target reads, where it is more than the prompt."""
         if self.drafter is not None:
             check_k(settings.speculative_k, self.verify_width)
         max_new_tokens, min_new_tokens = settings.max_new_tokens, settings.min_new_tokens
         sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, settings.sampler, settings.min_p)
-        ids = self.codec.encode(prompt, settings.sys_prompt).tolist()
+        ids = self.codec.encode(prompt, settings.sys_prompt).tolist() if ids is None else ids
         block_size = self.placed.model.config.block_size
         if len(ids) + max_new_tokens > block_size:
             raise InputError(

@@ -25,6 +25,7 @@ def graphs() -> int:
 
 
 # One of each kind of layer.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-3", "gemma-2", "gemma-3", "qwen-3-moe", "pythia", "falcon", "latent"])
 def test_every_familys_verify_is_one_graph(name: str) -> None:
     model, as_it_is = model_of(name), model_of(name)
@@ -39,6 +40,7 @@ def test_every_familys_verify_is_one_graph(name: str) -> None:
     assert graphs() == 1
 
 
+@pytest.mark.slow
 def test_buckets_are_built_at_warm_up_and_none_later() -> None:
     model = model_of("llama-3")
     compiled = torch.compile(model.verify, fullgraph=True, dynamic=False, backend="aot_eager")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from litspec.arguments import spelled_out
+from litspec.commands.lines import LogLines, loading
 from litspec.config import FLAG_DEFAULTS, FOR_TEXTS, GenerateConfig, LoadConfig
 from litspec.types import BenchDrafterName
 
@@ -40,6 +41,7 @@ def bench(
     simulate_acceptance: float | None = None,
     output_format: Literal["text", "json"] = "text",
     plot: str | None = None,
+    quick: bool = False,
 ) -> int:
     """Measure a pair on this machine: what speculation brings, what it could bring, and which drafter and k to use.
 
@@ -52,7 +54,7 @@ def bench(
         drafter: Which drafter to measure; all measures the draft model (where there is one), prompt_lookup and
             early_exit.
         prompts_file: Text file with a prompt on each line; by default three are built in.
-        speculative_k: Proposals a round, a list with commas: whole numbers below verify_width, or auto.
+        speculative_k: Proposals per round, a list with commas: whole numbers below verify_width, or auto.
         repeats: How often everything is measured.
         batch_size: Numbers of texts at the same time, a list with commas such as 1,4,16: for each many texts are
             generated too, with the best drafter and without.
@@ -62,6 +64,7 @@ def bench(
             before it in its round were. Greedy or coupled only.
         output_format: text prints tables, json one object.
         plot: File for a picture of the speeds, such as bench.png.
+        quick: One prompt, at most 32 new tokens and 2 repeats: sooner, and more at the mercy of other work.
     """
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
@@ -95,12 +98,15 @@ def bench(
                 f"--sampler coupled, got temperature {sampling.temperature} with the rejection sampler"
             )
     prompts = list(PROMPTS[:3]) if prompts_file is None else read_prompts(prompts_file)
+    if quick:
+        prompts, repeats, max_new_tokens = prompts[:1], min(repeats, 2), min(max_new_tokens, 32)
     if plot is not None and process_rank() == 0:
         check_plot(plot)
 
     given = replace(load, drafter="auto" if drafter == "all" else drafter)
     alone = replace(load, draft_dir=None, drafter="none", verify_width=1, draft_precision=None, draft_device=None)
-    llm = SpecLLM.load(**vars(given))
+    with loading(load.checkpoint_dir):
+        llm = SpecLLM.load(**vars(given))
     plain = plain_decoder(llm, lambda: SpecLLM.load(**vars(alone)))
     if load.compile and llm.placed.is_rank_zero:
         announce_compiling(llm.runner)
@@ -112,6 +118,8 @@ def bench(
 
     console = Console(stderr=True)
     quiet = not llm.placed.is_rank_zero
+    lines = LogLines("measuring", quiet=quiet or console.is_terminal)
+
     # Drawn between the timings only: a thread that draws would take its time from them.
     with Progress(
         *Progress.get_default_columns(),
@@ -123,6 +131,11 @@ def bench(
         disable=quiet or not console.is_terminal,
     ) as bar:
         task = bar.add_task("measuring", total=None)
+
+        def progressed(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, refresh=True)
+            lines.update(done, total)
+
         report = measure(
             llm,
             plain,
@@ -136,7 +149,7 @@ def bench(
             seed=settings.seed,
             simulate_acceptance=simulate_acceptance,
             batch_sizes=batch_sizes,
-            progress=lambda done, total: bar.update(task, completed=done, total=total, refresh=True),
+            progress=progressed,
         )
     if quiet:
         return 0

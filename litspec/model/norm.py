@@ -16,7 +16,7 @@ class RMSNorm(litgpt.model.RMSNorm):
         return self.bound()(x)
 
     def bound(self) -> RMSNormFunction:
-        """The same as a function, which holds the weights as they are now."""
+        """This norm as a function of its present weights."""
         weight = self.weight.detach()
         return RMSNormFunction(1 + weight if self.add_unit_offset else weight, self.eps)
 

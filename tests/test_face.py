@@ -1,0 +1,100 @@
+"""What a person meets first: mistyped flags, lines in a log, thresholds that are said."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from litspec.__main__ import main
+from litspec.benchmark import noise
+from litspec.commands.lines import LogLines, loading
+from litspec.report import Stats
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        main(list(argv))
+    assert exit_.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv, expected",
+    [
+        (
+            ["generate", "--promt", "hi"],
+            "there is no flag --promt; did you mean --prompt? See `litspec generate --help`.",
+        ),
+        (["generate", "--promt=hi there"], "there is no flag --promt; did you mean --prompt?"),
+        (["verify", "--seeed", "3"], "there is no flag --seeed; did you mean --seed?"),
+        (["generate", "--xyzzy", "3"], "there is no flag --xyzzy. See"),
+        (["generate", "hello"], "nothing takes the words hello;"),
+        (["genrate"], "genrate is no command; did you mean generate?"),
+        (["generate", "--checkpoint_dir", "/nowhere", "--temperature", "-1"], "temperature must be"),
+        (["generate", "--checkpoint_dir", "/nowhere", "--speculative_k", "9"], "speculative_k must be below"),
+        (["chat", "--checkpoint_dir", "/nowhere", "--speculative_k", "9"], "speculative_k must be below"),
+    ],
+)
+def test_what_was_mistyped_is_named_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str], argv: list[str], expected: str
+) -> None:
+    assert expected in said(capsys, *argv)
+
+
+def test_a_log_gets_an_estimate_first_then_few_lines_and_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    now = 0.0
+    lines = LogLines("measuring", every=10, clock=lambda: now)
+    for done in range(1, 101):
+        now += 2.0
+        lines.update(done, 100)
+    found = capsys.readouterr().err.splitlines()
+    assert found[0] == "measuring: 1 of 100 in 2 s, about 198 s left"
+    assert found[-1] == "measuring: 100 of 100 in 200 s"
+    assert len(found) == 11
+    quiet = LogLines("measuring", quiet=True)
+    quiet.update(1, 1)
+    assert capsys.readouterr().err == ""
+
+
+def test_without_proposals_nothing_is_said_of_acceptance() -> None:
+    assert "acceptance" not in Stats(new_tokens=3).summary()
+    assert "acceptance rate 0.00 (0/4)" in Stats(new_tokens=3, proposed=4).summary()
+
+
+def test_verify_tells_its_thresholds_and_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["verify", "--quick", "--max_new_tokens", "8", "--output_format", "json"])
+    out, err = capsys.readouterr()
+    assert exit_.value.code == 0
+    rule, honesty = json.loads(out)["checks"][-2:]
+    assert "fails below 1e-06" in rule["detail"]
+    assert "fails below 5e-08, which is 1e-06 / 20 tests" in honesty["detail"]
+    assert json.loads(out)["checks"][0]["detail"].startswith("2/2 texts equal")
+    assert err.splitlines()[0].startswith("verifying: 1 of ") and "left" in err.splitlines()[0]
+
+
+def test_loading_is_told_where_it_takes_long(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lit_model.pth").write_bytes(bytes(200))
+    with loading(tmp_path, after=0.01):
+        time.sleep(0.2)
+    first, last = capsys.readouterr().err.splitlines()
+    assert first == f"Loading {tmp_path} (0.0 GB) ..." and last.startswith("Loaded in ")
+    with loading(tmp_path, after=60):
+        pass
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with loading(tmp_path, after=0.01):
+        time.sleep(0.1)
+    assert capsys.readouterr().err == ""
+
+
+def test_bench_says_where_the_machine_was_busy() -> None:
+    assert noise([100.0, 104.0, 98.0], 0.8) == "" and noise([], 0.0) == ""
+    assert "100.0 to 140.0 tokens/s in 3 equal turns. Measure" in noise([100.0, 140.0, 120.0], 0.8)
+    assert "134% of what a copy moves" in noise([100.0], 1.34)
+    both = noise([0.0, 10.0], 2.0)
+    assert "0.0 to 10.0" in both and "200%" in both
