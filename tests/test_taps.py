@@ -325,6 +325,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize("kind", HEADS)
 def test_texts_are_the_same_alone_in_a_batch_and_without_a_head(
@@ -345,6 +346,7 @@ def test_texts_are_the_same_alone_in_a_batch_and_without_a_head(
             assert [text.token_ids for text in texts] == alone, way
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle", "mtp1", "mtp3"])
 def test_on_a_compiled_target_drafts_and_texts_are_the_same(folder: Path, kind: str, tmp_path: Path) -> None:
     llms = [SpecLLM.load(folder, drafter="none", verify_width=4, compile=compiled) for compiled in (True, False)]
