@@ -20,7 +20,7 @@ from torch import Tensor
 
 from litspec import SpecLLM
 from litspec.__main__ import main
-from litspec.drafters.mtp import Mtp, MtpSession, load_mtp
+from litspec.drafters.mtp import Mtp, load_mtp
 from litspec.errors import InputError
 from litspec.model import GPT
 from litspec.testing import check_drafter
@@ -289,35 +289,33 @@ def test_a_prompt_that_the_target_knows_already_is_drafted_for_as_the_first_time
 
 
 def test_later_layers_that_keep_rows_of_refused_drafts_are_caught(llm: SpecLLM, tmp_path: Path) -> None:
-    class Stale(MtpSession):
+    class Stale(Mtp):
         """Believes the keys and values that later layers computed from drafts."""
 
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self.drafting = False
-            self.marks = [0, 0, 0]
+        drafting = False
 
-        def _absorb(self, size: int) -> None:
-            self.drafting = False
-            super()._absorb(size)
-
-        def _layer_by_layer(self) -> Any:
+        def draft(self, *args: Any) -> Any:
             self.drafting = True
-            return super()._layer_by_layer()
+            try:
+                return super().draft(*args)
+            finally:
+                self.drafting = False
 
-        def _run(self, layer: int, tokens: Tensor, states: Tensor, input_pos: int) -> Tensor:
+        def _run_rows(self, layer: int, rows: Sequence[Any], members: range) -> list[Tensor]:
+            ((session, tokens, _, start),) = rows
+            marks = session.__dict__.setdefault("marks", [0, 0, 0])
             if self.drafting or layer == 0:
-                self.marks[layer] = input_pos + len(tokens)
-                return super()._run(layer, tokens, states, input_pos)
-            buffers = (self._cache.k[layer], self._cache.v[layer])
-            kept = [buffer[:, :, input_pos : self.marks[layer]].clone() for buffer in buffers]
-            result = super()._run(layer, tokens, states, input_pos)
+                marks[layer] = start + len(tokens)
+                return super()._run_rows(layer, rows, members)
+            buffers = (session.pool.cache.k[layer], session.pool.cache.v[layer])
+            kept = [buffer[:, :, start : marks[layer]].clone() for buffer in buffers]
+            result = super()._run_rows(layer, rows, members)
             for buffer, old in zip(buffers, kept):
-                buffer[:, :, input_pos : input_pos + old.size(2)] = old
+                buffer[:, :, start : start + old.size(2)] = old
             return result
 
     layers = layers_for(llm, tmp_path, 3, std=0.6)  # so that attention weighs
-    layers.start = lambda *args: Stale(layers, *args)
+    layers.__class__ = Stale
     with pytest.raises(AssertionError, match="Rollback"):
         check_drafter(layers, llm, rounds=8, draws=0)
 
