@@ -15,7 +15,7 @@ import torch
 
 from litspec.drafters.base import Drafter, DraftSession, Proposal
 from litspec.engine.speculate import checked
-from litspec.engine.target import TargetSession
+from litspec.engine.target import PREFILL_CHUNK, TargetSession
 from litspec.errors import InputError
 from litspec.sampling import Distribution, Rejection, Sampler, Sampling, Verified, make_sampler
 
@@ -66,20 +66,37 @@ class _Text:
     """One text with its target and draft sessions. A script says how many proposals are accepted."""
 
     def __init__(
-        self, llm: SpecLLM, drafter: Drafter, tokens: Sequence[int], max_length: int, sampler: Sampler
+        self,
+        llm: SpecLLM,
+        drafter: Drafter,
+        tokens: Sequence[int],
+        max_length: int,
+        sampler: Sampler,
+        target: TargetSession | None = None,
     ) -> None:
         self._taps = tuple(drafter.taps)
         self._drafter = drafter.name
         self.changed = ""  # what the drafter did to a list that it was given
-        self.target = TargetSession(llm.placed, max_length)
+        self.target = target or TargetSession(llm.placed, max_length)
         self.session: DraftSession = drafter.start(self.target, max_length, sampler)
         self.tokens = list(tokens)
         # As in decoding, the last token is not in the target's cache yet.
-        _, hidden = self.target.prefill(self.tokens[:-1], self._taps)
-        if hidden is not None:
-            hidden = torch.cat((torch.zeros_like(hidden[:1]), hidden))
-        self._tell(self.tokens[:-1], 0, None if hidden is None else hidden[:-1])
-        self._tell(self.tokens[-1:], len(self.tokens) - 1, None if hidden is None else hidden[-1:])
+        prompt = self.tokens[:-1]
+        self.target.begin(prompt, self._taps, resume=self.session.resume)
+        last = self.target.last_state
+        if not self._taps and not self.target.unread:
+            self._tell(prompt, 0, None)
+        while self.target.unread:
+            begin = len(prompt) - self.target.unread
+            hidden = self.target.read()
+            end = len(prompt) - self.target.unread
+            if hidden is not None:
+                first = torch.zeros_like(hidden[:1]) if last is None else last
+                self._tell(prompt[begin:end], begin, torch.cat((first, hidden[:-1])))
+                last = hidden[-1:]
+            elif not self.target.unread:
+                self._tell(prompt, 0, None)
+        self._tell(self.tokens[-1:], len(prompt), last)
 
     def _tell(self, tokens: list[int], input_pos: int, hidden: torch.Tensor | None) -> None:
         given = list(tokens)
@@ -177,6 +194,7 @@ def check_drafter(
       told the same text.
     - `propose` may be repeated, and what was proposed leaves no trace.
     - Two texts at once do not disturb each other.
+    - Reuse: in a slot where another text stood, also one that began alike, it drafts as in a fresh one.
     - Honesty: tokens come from the distribution that is reported (`honesty`).
 
     Args:
@@ -219,6 +237,8 @@ def check_drafter(
                 text.commit(Proposal(shown), rng.randint(0, len(shown)), rng.randrange(ids))
                 if text.changed:
                     problems.setdefault("lists", f"Lists: what a drafter is given is not its own; {text.changed}.")
+    if "form" not in problems:
+        _check_reuse(drafter, llm, contexts, seed, problems)
     if draws and "form" not in problems:
         for i, test in enumerate(honesty(drafter, llm, contexts, draws=draws, seed=seed)):
             if test.p_value < P_VALUE:
@@ -264,19 +284,55 @@ def _check_round(
                 rows = [round(float(s), 4) for s in sums]
                 problems.setdefault("q", f"q must hold rows of probabilities that sum to 1; its rows sum to {rows}.")
                 return
+    _compare(llm, first, again, "Repeated", f"asked twice, its {name} proposals", problems)
+    _compare(
+        llm,
+        first,
+        fresh,
+        "Rollback",
+        f"compared with a fresh session told the same text, its {name} proposals",
+        problems,
+    )
+
+
+def _compare(llm: SpecLLM, first: Proposal, other: Proposal, promise: str, what: str, problems: dict[str, str]) -> None:
+    """Whether two proposals behind the same text agree: their first distributions, or their tokens."""
     drawn = first.q if len(first.tokens) > 0 else None
-    for other, what in ((again, "Repeated"), (fresh, "Rollback")):
-        told = "asked twice" if other is again else "compared with a fresh session told the same text"
-        if drawn is not None and other.q is not None and len(other.tokens):
-            dtype = next(llm.placed.model.parameters()).dtype
-            gap = float((_dense(drawn, vocabulary)[0] - _dense(other.q, vocabulary)[0]).abs().sum() / 2)
-            if gap > TOLERANCE.get(dtype, 0.1):
-                problems.setdefault(what, f"{what}: {told}, its {name} proposals have distributions {gap:.3f} apart.")
-        elif drawn is None and first.tokens.tolist() != other.tokens.tolist():
-            problems.setdefault(
-                what,
-                f"{what}: {told}, its {name} proposals differ: {first.tokens.tolist()} and {other.tokens.tolist()}.",
-            )
+    if drawn is not None and other.q is not None and len(other.tokens):
+        vocabulary = llm.placed.model.config.padded_vocab_size
+        dtype = next(llm.placed.model.parameters()).dtype
+        gap = float((_dense(drawn, vocabulary)[0] - _dense(other.q, vocabulary)[0]).abs().sum() / 2)
+        if gap > TOLERANCE.get(dtype, 0.1):
+            problems.setdefault(promise, f"{promise}: {what} have distributions {gap:.3f} apart.")
+    elif drawn is None and first.tokens.tolist() != other.tokens.tolist():
+        problems.setdefault(promise, f"{promise}: {what} differ: {first.tokens.tolist()} and {other.tokens.tolist()}.")
+
+
+def _check_reuse(
+    drafter: Drafter, llm: SpecLLM, contexts: Sequence[Sequence[int]], seed: int, problems: dict[str, str]
+) -> None:
+    """Texts one after the other in one slot; the later ones may take over what is known of their beginning."""
+    texts = [list(context) for context in contexts]
+    long = (texts[0] * (PREFILL_CHUNK // len(texts[0]) + 2))[: PREFILL_CHUNK + len(texts[0]) + 2]
+    width = llm.verify_width
+    if len(long) + 2 * width <= llm.placed.model.config.block_size:
+        texts += [long, [*long[:-1], *texts[-1][:3]], [*long[: PREFILL_CHUNK // 2], *texts[-1]], long]
+    room, k = max(map(len, texts)) + 2 * width, min(drafter.max_k, width - 1)
+    target = TargetSession(llm.placed, room)
+    for i in range(len(texts)):
+        for sampling in (Sampling(temperature=0), Sampling()):
+
+            def propose(where: TargetSession | None, i: int = i, sampling: Sampling = sampling) -> Proposal:
+                sampler = make_sampler(sampling, seed=seed + i)
+                return _Text(llm, drafter, texts[i], room, sampler, where).propose(k)
+
+            try:
+                reused, fresh = propose(target), propose(None)
+            except InputError as error:
+                problems.setdefault("form", f"Form: {error}")
+                return
+            what = "in a slot where other texts stood before and in a fresh one, its proposals"
+            _compare(llm, reused, fresh, "Reuse", what, problems)
 
 
 @torch.inference_mode()

@@ -87,7 +87,7 @@ class Recorder(Greedy):
 
     def draw(self, logits: Tensor, position: int | Inputs) -> tuple[Tensor, None]:
         told = self.follow[len(self.logits) : len(self.logits) + 1]
-        self.logits.append(logits[0].clone())
+        self.logits += logits.clone()  # a row each
         return torch.tensor(told) if told else logits.max(-1).indices, None
 
 
@@ -103,7 +103,10 @@ class Told:
         self.tokens = list(tokens)
         self._states = torch.cat((torch.zeros_like(states[:1]), states))
         self.recorder = Recorder()
-        target = SimpleNamespace(model=model, config=model.config, device=torch.device("cpu"), stop_ids=())
+        target = SimpleNamespace(
+            model=model, config=model.config, device=torch.device("cpu"), stop_ids=(), number=0, shared={}
+        )
+        target.max_length, target.whole = length, SimpleNamespace(shape=(1, length))
         self.session = drafter.start(target, length, self.recorder)
         self.known = 0
 
@@ -126,25 +129,19 @@ class Told:
 def proposals_of(llm: SpecLLM, drafter: Drafter, prompts: Sequence[str]) -> list[list[list[int]]]:
     """What a drafter proposes in the rounds of greedy texts, one after the other with the same loaded target."""
     drafted = llm.with_drafter(drafter)
-    start, found = drafter.start, []
+    kind, found = type(drafter), []
 
-    def watched(*args: Any) -> Any:
-        session = start(*args)
-        propose = session.propose
+    class Watched(kind):
+        def propose_batch(self, *args: Any) -> Any:
+            proposals = super().propose_batch(*args)
+            found[-1].append(proposals[0].tokens.tolist())
+            return proposals
 
-        def kept(*args: Any) -> Any:
-            proposal = propose(*args)
-            found[-1].append(proposal.tokens.tolist())
-            return proposal
-
-        session.propose = kept
-        return session
-
-    drafter.start = watched
+    drafter.__class__ = Watched
     for prompt in prompts:
         found.append([])
         drafted.generate(prompt, max_new_tokens=12, temperature=0.0, speculative_k=min(5, llm.verify_width - 1))
-    drafter.start = start
+    drafter.__class__ = kind
     return found
 
 

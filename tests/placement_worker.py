@@ -36,6 +36,7 @@ def texts(case: dict[str, Any], **placing: Any) -> list[dict[str, Any]]:
     llm = SpecLLM.load(case["target"], case["draft"], accelerator="cpu", **case.get("load", {}) | placing)
     if llm.placed.rank > 0 and "spoil" in case:
         {"noise": add_noise, "idle": stop_drafting}[case["spoil"]](llm)
+    drafts = watched(llm) if case.get("drafts") else None
     prompts = list(enumerate(PROMPTS))
     if placing.get("placement") == "replicate":
         prompts = [prompts[i] for i in share_of(len(PROMPTS), llm.placed.rank, llm.placed.world_size)]
@@ -46,7 +47,24 @@ def texts(case: dict[str, Any], **placing: Any) -> list[dict[str, Any]]:
             stats = completion.stats.as_dict()
             counts = {name: stats[name] for name in ("rounds", "proposed", "accepted")}
             found.append({"token_ids": completion.token_ids, **counts})
+    if drafts is not None:
+        found.append({"drafts": drafts})
     return found
+
+
+def watched(llm: SpecLLM) -> list[list[int]]:
+    """What the drafter will have proposed, round by round: texts do not show whether drafts are right."""
+    seen: list[list[int]] = []
+    kind = type(llm.drafter)
+
+    class Watched(kind):
+        def propose_batch(self, *args: Any) -> Any:
+            proposals = super().propose_batch(*args)
+            seen.extend(proposal.tokens.tolist() for proposal in proposals)
+            return proposals
+
+    llm.drafter.__class__ = Watched
+    return seen
 
 
 def add_noise(llm: SpecLLM) -> None:

@@ -185,12 +185,12 @@ def test_states_that_were_left_out_are_an_error_and_not_wrong_drafts() -> None:
     """A chunked prompt of which only the last chunk is captured, and a restored prefix."""
     drafter = load_dflash(FIXTURES / "v1", TARGET)
     session = drafter.start(TargetSession(PLACED, 64), 64, Greedy(GREEDY))
-    with pytest.raises(ValueError, match="from position 15 on, but the next one is 0"):
+    with pytest.raises(ValueError, match="from position 16 on, but the next one is 0"):
         session.commit([1] * 8, 16, torch.zeros(8, 48))
     with pytest.raises(ValueError, match="given no states"):
         session.commit([1], 0)
     session.commit([1, 2, 3], 0, torch.zeros(3, 48))
-    with pytest.raises(ValueError, match="told 2 positions cannot draft after position 3"):
+    with pytest.raises(ValueError, match="told 3 tokens cannot draft behind position 3"):
         session.propose(3, 3, 4)
 
 
@@ -518,19 +518,14 @@ def test_a_head_keeps_the_promises_that_anybody_s_must(llm: SpecLLM, version: st
 class Stale(DFlash):
     """Keeps the keys and values of a block where they should have been overwritten."""
 
-    def start(self, target: TargetSession, max_length: int, sampler: Sampler) -> DFlashSession:
-        session = super().start(target, max_length, sampler)
-        commit = session.commit
-
-        def stale(tokens: Sequence[int], input_pos: int, hidden: Tensor | None = None) -> None:
-            before = [buffer.clone() for buffer in session._k]
-            commit(tokens, input_pos, hidden)
-            if len(tokens) > 1 and input_pos:
-                for buffer, old in zip(session._k, before):
-                    buffer[:, input_pos - 1 : session._known] = old[:, input_pos - 1 : session._known]
-
-        session.commit = stale  # type: ignore[method-assign]
-        return session
+    def absorb(self, sessions: Any, sizes: Sequence[int], members: range) -> None:
+        ((session,), (size,)) = sessions, sizes
+        start, cache = session.filled, session.pool.cache
+        before = [buffer.clone() for buffer in cache.k]
+        super().absorb(sessions, sizes, members)
+        if size > 1 and start:
+            for buffer, old in zip(cache.k, before):
+                buffer[:, :, start : start + size] = old[:, :, start : start + size]
 
 
 def test_a_head_that_keeps_a_block_s_keys_is_found(llm: SpecLLM) -> None:
@@ -541,23 +536,21 @@ def test_a_head_that_keeps_a_block_s_keys_is_found(llm: SpecLLM) -> None:
 class Prophet(DFlash):
     """Knows what the target will say, and says so at times; notes what the head itself would have drafted from."""
 
+    answer: list[int]
+
     def start(self, target: TargetSession, max_length: int, sampler: Sampler) -> Any:
-        session = super().start(target, max_length, sampler)
-        rng = random.Random(5)
-        known: list[int] = self.answer  # type: ignore[attr-defined]
-        drafted: list[tuple[int, int, Tensor]] = []
-        self.drafted = drafted
+        self.drafted: list[tuple[int, int, Tensor]] = []
+        self._rng = random.Random(5)
+        return super().start(target, max_length, sampler)
 
-        def propose(token: int, input_pos: int, k: int) -> Proposal:
-            drafted.append((token, input_pos, session.logits(token, input_pos)))
-            tokens, _ = own(token, input_pos, k)
-            right = min(rng.randint(0, k), len(known) - input_pos - 1)
-            if right > 0:
-                tokens[:right] = torch.tensor(known[input_pos + 1 : input_pos + 1 + right])
-            return Proposal(tokens)
-
-        own, session.propose = session.propose, propose
-        return session
+    def propose_batch(self, sessions: Any, tokens: Any, input_pos: Any, k: Any) -> list[Proposal]:
+        (session,), (token,), (place,), (most,) = sessions, tokens, input_pos, k
+        self.drafted.append((token, place, session.logits(token, place)))
+        ((tokens, _),) = super().propose_batch(sessions, [token], [place], [most])
+        right = min(self._rng.randint(0, most), len(self.answer) - place - 1)
+        if right > 0:
+            tokens[:right] = torch.tensor(self.answer[place + 1 : place + 1 + right])
+        return [Proposal(tokens)]
 
 
 @pytest.mark.parametrize("size", [40, 700])
@@ -570,17 +563,17 @@ def test_after_a_real_text_every_draft_is_that_of_a_fresh_session_told_the_whole
     settings = dict(max_new_tokens=40, temperature=0, speculative_k=6, seed=0)
     alone = llm.generate(prompt, **settings)
     head = Prophet(random_head(llm, "v1").network)
-    head.answer = [*ids, *alone.token_ids]  # type: ignore[attr-defined]
+    head.answer = [*ids, *alone.token_ids]
     for _ in range(2):  # the second text finds the prompt's keys in the target's cache
         text = llm.with_drafter(head).generate(prompt, **settings)
         assert text.token_ids == alone.token_ids
         assert 10 < sum(block.accepted for block in text.blocks) < 39
         for token, position, logits in head.drafted[::3]:
             target = TargetSession(llm.placed, position + 1)
-            _, hidden = target.prefill(head.answer[:position], head.taps)  # type: ignore[attr-defined]
+            _, hidden = target.prefill(head.answer[:position], head.taps)
             fresh = DFlash(head.network).start(target, position + 1, Greedy(GREEDY))
             fresh.commit(
-                head.answer[: position + 1],  # type: ignore[attr-defined]
+                head.answer[: position + 1],
                 0,
                 torch.cat((torch.zeros_like(hidden[:1]), hidden)),
             )

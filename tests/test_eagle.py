@@ -257,7 +257,8 @@ def test_a_head_that_keeps_what_its_chain_computed_for_accepted_tokens_is_caught
             kept = 0
             while kept < min(len(tokens) - 1, len(self.drafted) - 1) and tokens[kept] == self.drafted[kept]:
                 kept += 1
-            self._filled += kept
+            self.filled += kept
+            self._told += kept
             super().commit(tokens[kept:], input_pos + kept, hidden[kept:])
 
     head = head_for(llm, tmp_path)

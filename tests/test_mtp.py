@@ -14,13 +14,16 @@ import torch
 from checkpoints import lively_weights, tiny_config, write_checkpoint
 from heads import Told, bare_target, fixture, proposals_of, random_mtp, write_folder
 from host_reads import HostReads
+from litgpt.config import Config
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import Qwen2Config
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
 
 from litspec import SpecLLM
 from litspec.__main__ import main
-from litspec.drafters.mtp import Mtp, MtpSession, load_mtp
+from litspec.drafters.mtp import Mtp, load_mtp
 from litspec.errors import InputError
 from litspec.model import GPT
 from litspec.testing import check_drafter
@@ -289,35 +292,33 @@ def test_a_prompt_that_the_target_knows_already_is_drafted_for_as_the_first_time
 
 
 def test_later_layers_that_keep_rows_of_refused_drafts_are_caught(llm: SpecLLM, tmp_path: Path) -> None:
-    class Stale(MtpSession):
+    class Stale(Mtp):
         """Believes the keys and values that later layers computed from drafts."""
 
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self.drafting = False
-            self.marks = [0, 0, 0]
+        drafting = False
 
-        def _absorb(self, size: int) -> None:
-            self.drafting = False
-            super()._absorb(size)
-
-        def _layer_by_layer(self) -> Any:
+        def draft(self, *args: Any) -> Any:
             self.drafting = True
-            return super()._layer_by_layer()
+            try:
+                return super().draft(*args)
+            finally:
+                self.drafting = False
 
-        def _run(self, layer: int, tokens: Tensor, states: Tensor, input_pos: int) -> Tensor:
+        def _run_rows(self, layer: int, rows: Sequence[Any], members: range) -> list[Tensor]:
+            ((session, tokens, _, start),) = rows
+            marks = session.__dict__.setdefault("marks", [0, 0, 0])
             if self.drafting or layer == 0:
-                self.marks[layer] = input_pos + len(tokens)
-                return super()._run(layer, tokens, states, input_pos)
-            buffers = (self._cache.k[layer], self._cache.v[layer])
-            kept = [buffer[:, :, input_pos : self.marks[layer]].clone() for buffer in buffers]
-            result = super()._run(layer, tokens, states, input_pos)
+                marks[layer] = start + len(tokens)
+                return super()._run_rows(layer, rows, members)
+            buffers = (session.pool.cache.k[layer], session.pool.cache.v[layer])
+            kept = [buffer[:, :, start : marks[layer]].clone() for buffer in buffers]
+            result = super()._run_rows(layer, rows, members)
             for buffer, old in zip(buffers, kept):
-                buffer[:, :, input_pos : input_pos + old.size(2)] = old
+                buffer[:, :, start : start + old.size(2)] = old
             return result
 
     layers = layers_for(llm, tmp_path, 3, std=0.6)  # so that attention weighs
-    layers.start = lambda *args: Stale(layers, *args)
+    layers.__class__ = Stale
     with pytest.raises(AssertionError, match="Rollback"):
         check_drafter(layers, llm, rounds=8, draws=0)
 
@@ -336,29 +337,105 @@ def test_texts_of_the_embedded_target_are_the_same_with_and_without_layers(tmp_p
             assert sum(text.stats.proposed for text in texts) > 0
 
 
-def test_a_config_of_mimo_s_kind_can_be_written_by_hand_and_drafts(tmp_path):
-    """A Qwen2 backbone with biases on q, k and v, at a small size; the layer that follows it has them too."""
-    config = tiny_config(
-        name="MiMo-shape", n_layer=4, n_head=8, n_query_groups=2, attn_bias=True, rope_base=640_000, norm_eps=1e-5
-    )
-    llm = SpecLLM.load(write_checkpoint(tmp_path / "target", config, weights=lively_weights(config)), drafter="none")
+# --- MiMo-7B ----------------------------------------------------------------------------------------------------------
+
+# A Qwen2 backbone: biases on q, k and v alone, 32 heads of 128 over 8 groups, a rotary base of 640,000. LitGPT
+# has no entry for it, so its config is written by hand. Once with narrow heads, once with those of the true size.
+MIMO = dict(name="MiMo-shape", n_layer=4, attn_bias=True, rope_base=640_000, norm_eps=1e-5)
+MIMO_SIZES = {"small": dict(n_head=8, n_query_groups=2), "true": dict(n_head=32, n_query_groups=8, head_size=128)}
+
+
+def mimo_layer(config: Config) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """`config.json` and weights of a random MTP layer as MiMo-7B's checkpoint names them."""
     hf, weights = random_mtp(config, 1, rope_theta=640_000, model_type="mimo")
-    start = "model.layers.4."
-    biases = {
-        f"{start}self_attn.{x}_proj.bias": torch.randn(weights[f"{start}self_attn.{x}_proj.weight"].size(0))
-        for x in "qkv"
-    }
+    start, generator = f"model.layers.{config.n_layer}.", torch.Generator().manual_seed(1)
+    for x in "qkv":
+        size = weights[f"{start}self_attn.{x}_proj.weight"].size(0)
+        weights[f"{start}self_attn.{x}_proj.bias"] = torch.randn(size, generator=generator)
     names = {
         "enorm": "token_layernorm",
         "hnorm": "hidden_layernorm",
         "eh_proj": "input_proj",
         "shared_head.norm": "final_layernorm",
     }
-    named = {name.replace(start, "model.layers.2."): weight for name, weight in (weights | biases).items()}
-    mimo = renamed(named, names, "model.mtp_layers.")
-    layers = load_mtp(write_folder(tmp_path / "layers", hf, mimo), llm.placed.model)
-    assert layers.hidden_first and layers.layers.config.rope_base == 640_000
-    torch.testing.assert_close(layers.layers.transformer.h[0].attn.qkv.bias, torch.cat(list(biases.values())))
+    named = {name.replace(start, "model.layers.2."): weight for name, weight in weights.items()}
+    return hf, renamed(named, names, "model.mtp_layers.")
+
+
+@torch.inference_mode()
+def mimo_by_transformers(
+    hf: dict[str, Any], weights: dict[str, Tensor], model: GPT, tokens: list[int], states: Tensor, follow: list[int]
+) -> Tensor:
+    """Logits `(k, V)` of k = len(follow) drafts, by transformers' Qwen2 layer over all rows, without any cache.
+
+    Around the layer stands what MiMo's own file says: input_proj([hidden_layernorm(h); token_layernorm(e)]).
+    """
+    config = Qwen2Config(
+        **{name: hf[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")},
+        num_key_value_heads=hf["num_key_value_heads"],
+        rms_norm_eps=hf["rms_norm_eps"],
+        rope_parameters={"rope_type": "default", "rope_theta": hf["rope_theta"]},
+        attn_implementation="eager",
+    )
+    part = {name.removeprefix("model.mtp_layers.0."): weight for name, weight in weights.items()}
+    around = {
+        name: part.pop(f"{name}.weight")
+        for name in ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+    }
+    layer = Qwen2DecoderLayer(config, 0).eval()
+    layer.load_state_dict(part)  # strict: o_proj has no bias, the others have
+
+    def normed(x: Tensor, name: str) -> Tensor:
+        return torch.nn.functional.rms_norm(x, (x.size(-1),), around[name], hf["rms_norm_eps"])
+
+    rows, following, logits = states[: len(tokens) - 1], tokens[1:], []
+    for token in follow:
+        embedded = model.transformer.wte.weight[following]
+        x = torch.cat((normed(rows, "hidden_layernorm"), normed(embedded, "token_layernorm")), dim=-1)
+        x, positions = (x @ around["input_proj"].T)[None], torch.arange(len(following))[None]
+        mask = torch.full((len(following), len(following)), -torch.inf).triu(1)[None, None]
+        rope = Qwen2RotaryEmbedding(config)(x, positions)
+        y = layer(x, attention_mask=mask, position_ids=positions, position_embeddings=rope)
+        last = normed((y[0] if isinstance(y, tuple) else y)[0, -1:], "final_layernorm")
+        logits.append(last @ model.lm_head.weight.T)
+        rows, following = torch.cat((rows, last)), [*following, token]
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize("size", MIMO_SIZES)
+def test_drafts_for_mimo_s_shape_are_those_of_transformers_qwen2_layer_after_rounds(tmp_path, size):
+    from litspec.testing import _Text
+
+    config = tiny_config(**MIMO, **MIMO_SIZES[size])
+    target = write_checkpoint(tmp_path / "target", config, weights=lively_weights(config))
+    llm = SpecLLM.load(target, drafter="none")
+    model = llm.placed.model
+    hf, weights = mimo_layer(config)
+    layers = load_mtp(write_folder(tmp_path / "layers", hf, weights), model)
+    block = layers.layers.config
+    assert layers.hidden_first and block.rope_base == 640_000 and (block.attn_bias, block.bias) == (True, False)
+    assert (block.n_head, block.n_query_groups) == (config.n_head, config.n_query_groups)
+    assert block.head_size == (128 if size == "true" else 4)
+
+    rng = random.Random(0)
+    recorder = Told(layers, model, [1, 2], torch.zeros(1, 32)).recorder
+    text = _Text(llm, layers, [rng.randrange(256) for _ in range(3)], 200, recorder)
+    for _ in range(6):
+        proposal = text.propose(rng.randint(1, 7))
+        text.commit(proposal, rng.randint(0, len(proposal.tokens)), rng.randrange(256))
+        recorder.logits.clear()
+        drafts, logits = text.propose(5).tokens.tolist(), torch.stack(recorder.logits)
+        states = states_of_litgpt(model, text.tokens, normed=True)
+        expected = mimo_by_transformers(hf, weights, model, text.tokens, states, drafts)
+        torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
+        assert drafts == expected.argmax(-1).tolist()
+    layers.hidden_first = False
+    swapped = Told(layers, model, text.tokens, states)
+    swapped.tell(len(text.tokens))
+    assert (swapped.propose(1)[1] - expected[:1]).abs().max() > 1e-2, "a case that proves nothing"
+    layers.hidden_first = True
+
     check_drafter(layers, llm, rounds=3, draws=0)
     out = llm.with_drafter(layers).generate("abc", max_new_tokens=20, temperature=0.0, speculative_k=4)
     assert out.token_ids == llm.generate("abc", max_new_tokens=20, temperature=0.0).token_ids
+    assert out.stats.proposed > 0

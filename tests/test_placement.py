@@ -21,6 +21,7 @@ import pytest
 import torch
 from checkpoints import tiny_config, write_checkpoint
 from families import FAMILIES, randomise, tiny
+from heads import random_dflash, random_eagle, random_mtp, write_folder
 from hypothesis import given
 from hypothesis import strategies as st
 from litgpt.config import Config
@@ -65,6 +66,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 GREEDY = {"max_new_tokens": 12, "temperature": 0.0, "speculative_k": 4}
 COUPLED = {"max_new_tokens": 12, "sampler": "coupled", "seed": 3, "speculative_k": 4}
 AUTO = {"max_new_tokens": 16, "temperature": 0.0, "speculative_k": "auto"}
+HEADS = ["dflash", "eagle", "mtp"]
 REJECTION = {"max_new_tokens": 40, "temperature": 0.7, "seed": 3, "speculative_k": "auto"}
 
 
@@ -104,6 +106,14 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     # A model with two layers of eight is worth its price as a draft, and would not be beside half a target.
     small = write_pair(folder / "small draft", *SHAPES["llama"], idle_layers=6)
     cases["rejection"] = {**small, "generate": [REJECTION], "bytes_alone": True}
+    config = Config.from_name(SHAPES["llama"][0], **SIZES | SHAPES["llama"][1])
+    heads = folder / "heads"
+    random_dflash(config, heads / "dflash")
+    write_folder(heads / "eagle", *random_eagle(config, eagle_aux_hidden_state_layer_ids=[1, 0, 1]))
+    write_folder(heads / "mtp", *random_mtp(config, 2))
+    for name in HEADS:
+        head = {"target": llama["target"], "draft": str(heads / name)}
+        cases[name] = {**head, "generate": [GREEDY, COUPLED], "drafts": True}
     cases["prompt lookup"] = {**llama, "generate": [GREEDY], "load": {"drafter": "prompt_lookup"}}
     return cases
 
@@ -213,7 +223,7 @@ def test_three_ranks_make_the_text_of_one_process_and_accept_as_much(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["cut draft", "early exit", "prompt lookup"])
+@pytest.mark.parametrize("name", ["cut draft", "early exit", "prompt lookup", *HEADS])
 def test_any_drafter_drafts_for_a_target_on_two_ranks(
     name: str, two: list[dict[str, Any]], alone: dict[str, Any]
 ) -> None:
@@ -446,7 +456,8 @@ def test_layers_go_to_their_devices_in_order_and_all_else_to_the_first(
 def test_layers_in_sequence_make_the_text_of_one_device(
     cases: dict[str, dict[str, Any]], alone: dict[str, Any]
 ) -> None:
-    assert placement_worker.texts(cases["llama"], devices=2, placement="sequential") == alone["llama"]
+    for name in ("llama", *HEADS):
+        assert placement_worker.texts(cases[name], devices=2, placement="sequential") == alone[name]
 
 
 def test_bytes_are_those_of_the_weights_as_stored() -> None:

@@ -67,6 +67,22 @@ class DraftSession(ABC):
                 predicted `tokens[j]`, the one at the position before it (zeros for position 0).
         """
 
+    def resume(self, prompt: Sequence[int], most: int) -> int:
+        """Takes over what an earlier text of the engine left of the same beginning, before anything is committed.
+
+        Only asked of a drafter with `taps`: tokens that it must be told with their states have to be read by the target
+        again. Every other drafter is told the whole prompt.
+
+        Args:
+            prompt: The whole prompt.
+            most: Tokens at its beginning that the target need not read again, whole chunks that it reads a prompt in.
+
+        Returns:
+            So many tokens, whole chunks and at most `most`, count as committed; what follows will be. By default 0: the
+            prompt is read from its beginning.
+        """
+        return 0
+
     def prepare(self, sizes: Sequence[int]) -> None:
         """Compiles the steps that proposals will need. Called before the prompt is read, if steps are compiled.
 

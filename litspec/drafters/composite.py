@@ -73,6 +73,12 @@ class LookupThenModelSession(DraftSession):
         self.lookup = lookup
         self.model = model
 
+    def resume(self, prompt: Sequence[int], most: int) -> int:
+        held = self.model.resume(prompt, most)
+        if held:
+            self.lookup.commit(list(prompt[:held]), 0)
+        return held
+
     def commit(self, tokens: Sequence[int], input_pos: int, hidden: torch.Tensor | None = None) -> None:
         self.lookup.commit(tokens, input_pos)
         self.model.commit(tokens, input_pos, hidden)

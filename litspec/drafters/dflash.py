@@ -11,19 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from litspec.drafters.base import Cost, Drafter, DraftSession, Proposal
-from litspec.drafters.tapped import joined
+from litspec.drafters.base import Cost, Proposal
+from litspec.drafters.tapped import CHUNK, Drawn, TappedDrafter, TappedSession, places_of, proposals, stacked
 from litspec.errors import InputError
-from litspec.model.dflash import DFlashConfig, DFlashNetwork, Join, Rope
-from litspec.sampling import Distribution, Sampler
+from litspec.model.dflash import DFlashConfig, DFlashNetwork
+from litspec.model.kv_cache import KVCache, Step, kv_bucket
+from litspec.sampling import Distribution, Inputs, Sampler
 
 if TYPE_CHECKING:
     from litgpt import Config
 
     from litspec.engine.target import TargetSession
 
-# Rows of context that are read at once; of a long prompt no more than their states are then held beside the keys.
-CONTEXT_CHUNK = 512
 # The target's, which the drafter borrows: raw, without the factor that Gemma multiplies it with.
 EMBEDDING = "transformer.wte.weight"
 
@@ -61,7 +60,7 @@ def check_fit(config: DFlashConfig, target: Config, what: str = "The DFlash draf
         )
 
 
-class DFlash(Drafter):
+class DFlash(TappedDrafter):
     """Drafts a whole block in one forward, see `drafters.Drafter`.
 
     Each position has a softmax of its own, so a proposal is a draw from known distributions. Version 2 draws from left
@@ -80,8 +79,8 @@ class DFlash(Drafter):
         sizes = sum(p.numel() for p in network.parameters()) + head
         self._weight_bytes = sizes * network.fc.weight.element_size()
         self._copies: dict[tuple[torch.device, torch.dtype], DFlashNetwork] = {}
-        self._rope: dict[DFlashNetwork, Rope] = {}
         self._lock = threading.Lock()
+        self._widest = 0 if None in self.config.windows else max(window or 0 for window in self.config.windows)
 
     @property
     def name(self) -> str:
@@ -111,155 +110,166 @@ class DFlash(Drafter):
                 self._copies[key] = copy.deepcopy(self.network).to(*key)
             return self._copies[key]
 
-    def rope(self, network: DFlashNetwork, length: int) -> Rope:
-        """Tables of at least `length` positions, made once."""
-        with self._lock:
-            if network not in self._rope or self._rope[network][0].size(0) < length:
-                self._rope[network] = network.rope_tables(length)
-            return self._rope[network]
+    @property
+    def block_size(self) -> None:
+        return None
 
+    @property
+    def rows(self) -> int:
+        return self.config.block_size
 
-class DFlashSession(DraftSession):
-    """One text, see `drafters.DraftSession`.
+    def memory(self, max_length: int) -> int:
+        config = self.config
+        keys = 2 * config.n_layer * config.n_query_groups * config.head_size
+        states = CHUNK * len(config.taps) * config.n_embd
+        slots = kv_bucket(max_length + 2 * config.block_size)
+        return (slots * keys + states) * self.network.fc.weight.element_size()
 
-    Keys and values of committed positions stand in order; those of a block stand after them while it runs, and what is
-    committed next overwrites them. So there is nothing to undo, and a refused draft leaves no trace.
-    """
+    @torch.inference_mode(False)  # what is born in inference mode can only be written to there
+    @torch.no_grad()
+    def make_cache(self, target: TargetSession, length: int, count: int) -> KVCache:
+        config, network = self.config, self.network_of(target)
+        # Behind a text stands its block, and idle slots run along behind that.
+        slots = kv_bucket(length + 2 * config.block_size)
+        shape = count, config.n_query_groups, slots, config.head_size
+        like = network.fc.weight
+        k, v = ([torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in network.layers] for _ in "kv")
+        cos, sin = network.rope_tables(slots)
+        return KVCache(k, v, [torch.cat((cos, sin), 1)], length)
 
-    def __init__(self, drafter: DFlash, target: TargetSession, max_length: int, sampler: Sampler) -> None:
-        self._config = config = drafter.config
-        self._target = target
-        self._sampler = sampler
-        self._wte = wte = target.model.get_parameter(EMBEDDING)
-        self._network = network = drafter.like(wte)
-        slots = max_length + config.block_size
-        self._rope = drafter.rope(network, slots)
-        shape = (config.n_query_groups, slots, config.head_size)
-        self._k = [wte.new_empty(shape) for _ in range(config.n_layer)]
-        self._v = [wte.new_empty(shape) for _ in range(config.n_layer)]
-        self._mask_ids = torch.full((config.block_size - 1,), config.mask_token_id, device=wte.device)
-        self._target_ids: Tensor | None = None
-        if network.d2t is not None:
-            self._target_ids = network.d2t + torch.arange(network.d2t.size(0), device=wte.device)
-        self._known = 0  # positions whose keys and values stand in the buffers
-        self._widest = 0 if None in config.windows else max(window or 0 for window in config.windows)
+    def network_of(self, target: TargetSession) -> DFlashNetwork:
+        """The network in the target's dtype and on its device."""
+        return self.like(target.model.get_parameter(EMBEDDING))
 
-    @torch.inference_mode()
-    def commit(self, tokens: Sequence[int], input_pos: int, hidden: Tensor | None = None) -> None:
-        """Reads the states before some committed tokens.
-
-        Raises:
-            ValueError: States of an earlier position are missing; without them every later draft would be wrong.
-        """
-        if hidden is None:
-            raise ValueError("commit was given no states; a DFlash session needs what its taps saw.")
-        # Row j is the state at the position before that of tokens[j]; before position 0 there is none.
-        states, start = (hidden[1:], 0) if input_pos == 0 else (hidden, input_pos - 1)
-        if start != self._known:
-            raise ValueError(
-                f"commit was given the target's states from position {start} on, but the next one is {self._known}; "
-                "a DFlash session must be told every committed position once, in order."
+    def absorb(self, sessions: Sequence[DFlashSession], sizes: Sequence[int], members: range) -> None:
+        cache, network = sessions[0].pool.cache, self.network_of(sessions[0].target)
+        hidden = [session.pending.take(size)[1] for session, size in zip(sessions, sizes)]
+        starts = [session.filled for session in sessions]
+        for session, size in zip(sessions, sizes):
+            session.filled += size
+        if len(sessions) == 1:
+            number, rows = sessions[0].number, slice(starts[0], starts[0] + sizes[0])
+            places = cache.slots[rows]
+        else:
+            told = zip(sessions, starts, sizes)
+            where = torch.tensor(
+                [(each.number, start + i) for each, start, size in told for i in range(size)], device=cache.slots.device
             )
-        for chunk in states.split(CONTEXT_CHUNK):
-            end = start + chunk.size(0)
-            rope = self._rope[0][start:end], self._rope[1][start:end]
-            context = self._network.context(chunk.to(self._rope[0]), rope)
-            for (k, v), k_buffer, v_buffer in zip(context, self._k, self._v):
-                k_buffer[:, start:end] = k.transpose(0, 1)
-                v_buffer[:, start:end] = v.transpose(0, 1)
-            start = end
-        self._known = start
+            numbers, places = where.unbind(1)
+        rope = cache.rope[0].index_select(0, places).split(1, dim=1)
+        states = torch.cat(hidden).to(network.fc.weight)
+        for (k, v), k_buffer, v_buffer in zip(network.context(states, (rope[0], rope[1])), cache.k, cache.v):
+            for buffer, new in ((k_buffer, k), (v_buffer, v)):
+                if len(sessions) == 1:
+                    buffer[number, :, rows] = new.transpose(0, 1)
+                else:
+                    buffer[numbers, :, places] = new
 
-    @torch.inference_mode()
-    def propose(self, token: int, input_pos: int, k: int) -> Proposal:
-        """Runs the whole block, whatever k, since its rows see each other; then cuts it.
+    def draft(
+        self, sessions: Sequence[DFlashSession], tokens: Sequence[int], k: Sequence[int], members: range
+    ) -> list[Proposal]:
+        """Runs whole blocks, whatever k, since their rows see each other; then cuts them."""
+        most = max(k)
+        first, rows = self._blocks(sessions, tokens, members)
+        rows = rows[:, :most]
+        logits = self._logits(sessions[0].target, rows)
+        sampler = sessions[0].sampler
+        inputs = Inputs.stacked([each.sampler.inputs(each.device, each.filled + 1, most) for each in sessions])
+        if self.config.selector_top_k:
+            network = self.network_of(sessions[0].target)
+            return proposals(self._select(sampler, network, rows, logits, first, inputs), k)
+        if inputs.context is None:  # no row waits for the token of another
+            early = None if inputs.early is None else inputs.early.flatten()
+            token, q = sampler.draw(logits.flatten(0, 1), Inputs(inputs.noise.flatten(0, 1), early))
+            shape = len(sessions), most
+            if q is not None:
+                ids = None if q.ids is None else q.ids.view(*shape, -1)
+                q = Distribution(q.probs.view(*shape, -1), ids)
+            return proposals((token.view(shape), q), k)
+        drawn: list[Drawn] = []
+        for j in range(most):
+            drawn.append(sampler.draw(logits[:, j], inputs.row(j, [token for token, _ in drawn])))
+        return proposals(stacked(drawn), k)
 
-        Raises:
-            ValueError: Positions before `token` were not told by `commit`.
-        """
-        k = min(k, self._config.max_k)
-        first = self._mask_ids.new_full((1,), token)
-        if k < 1:
-            return Proposal(first[:0])
-        rows = self._rows(first, input_pos)
-        skipped = 0 if self._config.sample_from_anchor else 1
-        rows = rows[skipped : skipped + k]
-        logits = self._logits(rows)
-        if self._network.candidate_selector is not None:
-            return self._select(rows, logits, first, input_pos + 1)
-        inputs = self._sampler.inputs(logits.device, input_pos + 1, k)
-        drawn: list[tuple[Tensor, Distribution | None]] = []
-        for j in range(k):
-            drawn.append(self._sampler.draw(logits[j : j + 1], inputs.row(j, [token for token, _ in drawn])))
-        return joined(drawn)
-
-    def logits(self, token: int, input_pos: int) -> Tensor:
+    def block_logits(self, session: DFlashSession, token: int) -> Tensor:
         """What a block's proposals are drawn from before version 2 selects: (max_k, V) over the target's ids."""
-        with torch.inference_mode():
-            rows = self._rows(self._mask_ids.new_full((1,), token), input_pos)
-            return self._logits(rows if self._config.sample_from_anchor else rows[1:])
+        _, rows = self._blocks([session], [token], range(session.number, session.number + 1))
+        return self._logits(session.target, rows)[0]
 
-    def _rows(self, first: Tensor, input_pos: int) -> Tensor:
-        """The block's rows for the head, (B, C)."""
-        config = self._config
-        if input_pos != self._known:
-            raise ValueError(
-                f"a DFlash session that was told {self._known} positions cannot draft after position {input_pos}; "
-                "commit must come first."
-            )
-        ids = torch.cat((first, self._mask_ids))
-        x = F.embedding(ids, self._wte)
+    def _blocks(
+        self, sessions: Sequence[DFlashSession], tokens: Sequence[int], members: range
+    ) -> tuple[Tensor, Tensor]:
+        """The last committed tokens `(N,)`, and the rows of their blocks that propose, `(N, max_k, C)`."""
+        config, target = self.config, sessions[0].target
+        network = self.network_of(target)
+        cache = sessions[0].pool.cache.sequences(members.start, members.stop)
+        width = config.block_size
+        places = places_of(cache, members, {each.number: each.filled for each in sessions}, width)
+        step = Step.at(cache, places.first, width, cache.bucket(places.longest + width), (), exact=False)
+        # Where every layer has a window, what lies before the widest is out of sight.
+        begin = max(0, min(each.filled for each in sessions) - self._widest) if self._widest else 0
+        at = [each.number - members.start for each in sessions]
+        ids = torch.full((len(members), width), config.mask_token_id, device=target.device)
+        first = torch.tensor(tokens, device=target.device)
+        if len(at) == len(members):
+            ids[:, 0] = first
+        else:
+            ids[at, 0] = first
+        x = F.embedding(ids, target.model.get_parameter(EMBEDDING))
         if config.embedding_scale != 1:
             x = x * config.embedding_scale
-        end = input_pos + config.block_size
-        # Where every layer has a window, what lies before the widest is out of sight.
-        begin = max(0, input_pos - self._widest) if self._widest else 0
-        joins = [self._join(layer, begin, input_pos, end) for layer in range(config.n_layer)]
-        masks = self._network.masks(input_pos - begin, x.device)
-        rope = self._rope[0][input_pos:end], self._rope[1][input_pos:end]
-        return self._network(x, rope, joins, masks)
+        rows = network(x, step, cache.k, cache.v, network.masks(step, begin))
+        if len(at) < len(members):
+            rows = rows[at]
+        return first, rows if config.sample_from_anchor else rows[:, 1:]
 
-    def _join(self, layer: int, begin: int, start: int, end: int) -> Join:
-        k_buffer, v_buffer = self._k[layer], self._v[layer]
-
-        def join(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            k_buffer[:, start:end] = k.transpose(0, 1)
-            v_buffer[:, start:end] = v.transpose(0, 1)
-            return k_buffer[:, begin:end], v_buffer[:, begin:end]
-
-        return join
-
-    def _logits(self, rows: Tensor) -> Tensor:
-        """Logits (R, V) of rows (R, C), -inf for ids that the drafter does not have."""
-        config, target = self._config, self._target
-        head = self._network.lm_head or target.model.lm_head
-        logits: Tensor = head(rows)
+    def _logits(self, target: TargetSession, rows: Tensor) -> Tensor:
+        """Logits (N, R, V) of rows (N, R, C), -inf for ids that the drafter does not have."""
+        config, network = self.config, self.network_of(target)
+        head = network.lm_head or target.model.lm_head
+        logits: Tensor = head(rows.flatten(0, 1))
         if config.output_multiplier != 1:
             logits = logits * config.output_multiplier
         cap = target.config.final_logit_softcapping if config.softcap is None else config.softcap
         if cap:
             logits = torch.tanh(logits / cap) * cap
-        if self._target_ids is None:
-            return logits
-        return logits.new_full((rows.size(0), config.vocab_size), -torch.inf).index_copy(1, self._target_ids, logits)
+        if network.d2t is not None:
+            ids = network.d2t + torch.arange(network.d2t.size(0), device=logits.device)
+            everything = logits.new_full((logits.size(0), config.vocab_size), -torch.inf)
+            logits = everything.index_copy(1, ids, logits)
+        return logits.view(*rows.shape[:2], -1)
 
-    def _select(self, rows: Tensor, logits: Tensor, before: Tensor, position: int) -> Proposal:
+    def _select(
+        self, sampler: Sampler, network: DFlashNetwork, rows: Tensor, logits: Tensor, before: Tensor, inputs: Inputs
+    ) -> Drawn:
         """Draws from left to right among the likeliest ids of each position."""
-        selector = self._network.candidate_selector
+        selector = network.candidate_selector
         assert selector is not None
-        inputs = self._sampler.inputs(logits.device, position, rows.size(0))
         # Ids that must not come yet would take the places of others.
-        candidates = self._sampler.adjust(logits, inputs).topk(min(selector.top_k, logits.size(1))).indices
-        scores = logits.float().gather(1, candidates)
+        candidates = sampler.adjust(logits, inputs).topk(min(selector.top_k, logits.size(-1))).indices
+        scores = logits.float().gather(-1, candidates)
         rows = selector.hidden_projection(rows)
-        nowhere = torch.full_like(logits[:1], -torch.inf, dtype=torch.float32)
-        drawn: list[tuple[Tensor, Distribution | None]] = []
-        for j in range(rows.size(0)):
-            ids = candidates[j : j + 1]
-            edges = selector(rows[j : j + 1], before, ids).float()
-            total = nowhere.scatter(1, ids, scores[j : j + 1] + edges)
-            before, q = self._sampler.draw(total, inputs.row(j, [token for token, _ in drawn]))
+        nowhere = torch.full_like(logits[:, 0], -torch.inf, dtype=torch.float32)
+        drawn: list[Drawn] = []
+        for j in range(rows.size(1)):
+            ids = candidates[:, j]
+            total = nowhere.scatter(1, ids, scores[:, j] + selector(rows[:, j], before, ids).float())
+            before, q = sampler.draw(total, inputs.row(j, [token for token, _ in drawn]))
             if q is not None and inputs.context is None:
-                q = Distribution(q.at(Distribution(scores[j : j + 1], ids)), ids)
+                q = Distribution(q.at(Distribution(scores[:, j], ids)), ids)
             drawn.append((before, q))
-        return joined(drawn)
+        return stacked(drawn)
+
+
+class DFlashSession(TappedSession):
+    """One text, see `TappedSession`. Keys and values of a block stand behind the context while it runs."""
+
+    drafter: DFlash
+
+    @torch.inference_mode()
+    def logits(self, token: int, input_pos: int) -> Tensor:
+        """What proposals are drawn from, see `DFlash.block_logits`."""
+        self.check(input_pos)
+        if len(self.pending):
+            self.absorb(len(self.pending))
+        return self.drafter.block_logits(self, token)

@@ -18,21 +18,29 @@ import torch.nn.functional as F
 from litgpt.config import Config
 from torch import Tensor, nn
 
-from litspec.drafters.base import Cost, Drafter, DraftSession, Proposal
+from litspec.drafters.base import Cost, Proposal
 from litspec.drafters.folders import open_published
 from litspec.drafters.hf_layers import layer_config, litgpt_layer, nested, number, take
 from litspec.drafters.tapped import (
     CHUNK,
     MAX_K,
+    OVERHANG,
     Layers,
-    Pending,
+    Places,
+    TappedDrafter,
+    TappedSession,
+    cache_bytes,
     draw_chain,
     embedding_of,
     head_bytes,
     head_logits,
+    inputs_of,
     linear,
     load_layers,
     norm,
+    padded,
+    padded_tokens,
+    places_of,
 )
 from litspec.errors import InputError
 from litspec.model import GPT, KVCache
@@ -78,7 +86,7 @@ class EagleBlock(Block):
         return y + self._feed_forward(self._mlp_norm(y))
 
 
-class Eagle(Drafter):
+class Eagle(TappedDrafter):
     """Drafts with an EAGLE-3 head, see `drafters.Drafter`. Made by `load_eagle`.
 
     Attributes:
@@ -124,82 +132,86 @@ class Eagle(Drafter):
     def name(self) -> str:
         return "eagle3"
 
+    @property
+    def block_size(self) -> int:
+        return self.layers.config.block_size
+
+    @property
+    def rows(self) -> int:
+        return 1
+
     def cost(self, k: int) -> Cost:
         return Cost(k * self._step_bytes, k)
+
+    def memory(self, max_length: int) -> int:
+        like = embedding_of(self.layers).weight
+        states = CHUNK * len(self.taps) * like.size(1) * like.element_size()
+        return cache_bytes(self.layers, self.limit(max_length) + OVERHANG) + states
+
+    def make_cache(self, target: TargetSession, length: int, count: int) -> KVCache:
+        return self.layers.make_cache(length, width=OVERHANG, batch_size=count)
 
     def start(self, target: TargetSession, max_length: int, sampler: Sampler) -> EagleSession:
         return EagleSession(self, target, max_length, sampler)
 
+    def absorb(self, sessions: Sequence[EagleSession], sizes: Sequence[int], members: range) -> None:
+        model, cache = sessions[0].target.model, self._cache(sessions, members)
+        taken = [session.pending.take(size) for session, size in zip(sessions, sizes)]
+        numbers = [session.number for session in sessions]
+        tokens = padded_tokens([own for own, _ in taken], numbers, members, sessions[0].device)
+        states = self.project(padded([own for _, own in taken], numbers, members))
+        places = places_of(cache, members, {each.number: each.filled for each in sessions}, max(sizes))
+        y = self._run(model, tokens, states, places, cache)
+        for session, size in zip(sessions, sizes):
+            last = (session.number - members.start) * max(sizes) + size - 1
+            session.filled += size
+            session.last = y[last : last + 1].clone()
 
-class EagleSession(DraftSession):
-    """One text, see `drafters.DraftSession`.
+    def draft(
+        self, sessions: Sequence[EagleSession], tokens: Sequence[int], k: Sequence[int], members: range
+    ) -> list[Proposal]:
+        model, cache, most = sessions[0].target.model, self._cache(sessions, members), max(k)
+        state = padded([session.last for session in sessions], [session.number for session in sessions], members)
+        places = places_of(cache, members, {each.number: each.filled for each in sessions}, most)
+        inputs = inputs_of(sessions, members, [session.filled + 1 for session in sessions], most)
 
-    Keys and values that stand for good come from the target's states only. Those of a chain stand after them and are
-    overwritten when the round's committed tokens have come with their states, accepted ones too.
+        def step(token: Tensor, i: int) -> Tensor:
+            nonlocal state
+            state = self._run(model, token, state, places.after(i), cache)
+            return self._logits(model, state)
+
+        return draw_chain(sessions, members, inputs, self._logits(model, state), step, k)
+
+    def _cache(self, sessions: Sequence[EagleSession], members: range) -> KVCache:
+        return sessions[0].pool.cache.sequences(members.start, members.stop)
+
+    def _run(self, model: GPT, tokens: Tensor, states: Tensor, places: Places, cache: KVCache) -> Tensor:
+        """The layer's output for rows that are each a state and the token after it, `(N, c)`."""
+        embedded = embedding_of(model)(tokens) if self.embedding is None else F.embedding(tokens, self.embedding)
+        y = self.layers.run(0, torch.cat((embedded, states), dim=-1), places, cache)
+        return self.norm(y) if self.norm_output else y
+
+    def _logits(self, model: GPT, state: Tensor) -> Tensor:
+        """Over the target's ids, (N, V)."""
+        normed = state if self.norm_output else self.norm(state)
+        logits = head_logits(model, normed) if self.head is None else self.head(normed)
+        vocab_size = model.config.padded_vocab_size
+        if self.target_ids is not None:
+            everything = logits.new_full((logits.size(0), vocab_size), float("-inf"))
+            return everything.index_copy(1, self.target_ids, logits)
+        return F.pad(logits, (0, vocab_size - logits.size(1)), value=float("-inf"))
+
+
+class EagleSession(TappedSession):
+    """One text, see `TappedSession`.
+
+    Also the rows of accepted drafts are run again, on the target's states.
+
+    Attributes:
+        last: What the last row that has run for good gave, `(1, c)`.
     """
 
-    def __init__(self, drafter: Eagle, target: TargetSession, max_length: int, sampler: Sampler) -> None:
-        self._drafter = drafter
-        self._model = target.model
-        self._device = target.device
-        self._vocab_size = target.config.padded_vocab_size
-        self._sampler = sampler
-        self._limit = min(max_length, drafter.layers.config.block_size)
-        self._cache: KVCache | None = None
-        self._pending = Pending()
-        self._filled = 0  # rows whose keys and values stand for good
-        self._last: Tensor | None = None  # (1, c), what the last of them gave
-
-    @torch.inference_mode()
-    def commit(self, tokens: Sequence[int], input_pos: int, hidden: Tensor | None = None) -> None:
-        self._pending.add(list(tokens)[: max(0, self._limit - input_pos)], input_pos, hidden)
-        while len(self._pending.tokens) >= CHUNK:
-            self._absorb(CHUNK)
-        self._pending.keep()
-
-    @torch.inference_mode()
-    def propose(self, token: int, input_pos: int, k: int) -> Proposal:
-        k = min(k, self._drafter.max_k, self._limit - input_pos)
-        if self._pending.tokens:
-            self._absorb(len(self._pending.tokens))
-        if k < 1 or self._last is None:
-            return Proposal(torch.empty(0, dtype=torch.int64, device=self._device))
-        state = self._last
-
-        def step(token: Tensor, position: int) -> Tensor:
-            nonlocal state
-            state = self._run(token, state, position - 1)
-            return self._logits(state)
-
-        return draw_chain(self._sampler, self._logits(state), step, input_pos + 1, k)
-
-    def _absorb(self, size: int) -> None:
-        """Runs rows whose states are the target's."""
-        tokens, hidden = self._pending.take(size)
-        states = self._drafter.project(hidden)
-        self._last = self._run(torch.tensor(tokens, device=self._device), states, self._filled)[-1:]
-        self._filled += size
-
-    def _run(self, tokens: Tensor, states: Tensor, input_pos: int) -> Tensor:
-        """The layer's output for rows at `input_pos` and after it, each a state and the token after it, `(N, c)`."""
-        drafter = self._drafter
-        if self._cache is None:
-            self._cache = drafter.layers.make_cache(self._limit, width=drafter.max_k)
-        own = drafter.embedding
-        embedded = embedding_of(self._model)(tokens) if own is None else F.embedding(tokens, own)
-        x = torch.cat((embedded, states), dim=-1)
-        y = drafter.layers.run(0, x, input_pos, self._cache)
-        return drafter.norm(y) if drafter.norm_output else y
-
-    def _logits(self, state: Tensor) -> Tensor:
-        """Over the target's ids, (1, V)."""
-        drafter = self._drafter
-        normed = state if drafter.norm_output else drafter.norm(state)
-        logits = head_logits(self._model, normed) if drafter.head is None else drafter.head(normed)
-        if drafter.target_ids is not None:
-            everything = logits.new_full((logits.size(0), self._vocab_size), float("-inf"))
-            return everything.index_copy(1, drafter.target_ids, logits)
-        return F.pad(logits, (0, self._vocab_size - logits.size(1)), value=float("-inf"))
+    last: Tensor
 
 
 # --- from a folder ----------------------------------------------------------------------------------------------------
@@ -279,7 +291,7 @@ def _taps(config: Mapping[str, Any], n_layer: int, folder: Path) -> tuple[int, .
     taps = tuple(ids) if ids[0] == 1 else tuple(i - 1 for i in ids)
     if wrong := [i for i in taps if not 0 <= i < n_layer]:
         raise InputError(
-            f"The EAGLE-3 head in {str(folder)!r} reads the states after the target's blocks {list(taps)}, but the "
+            f"The EAGLE-3 head in {str(folder)!r} reads the states behind the target's blocks {list(taps)}, but the "
             f"target has {n_layer} blocks, and so no block {wrong[0]}; give the target that the head was made for."
         )
     return taps

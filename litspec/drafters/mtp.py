@@ -21,21 +21,28 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from litspec.drafters.base import Cost, Drafter, DraftSession, Proposal
+from litspec.drafters.base import Cost, Proposal
 from litspec.drafters.folders import CONFIG, SAFETENSORS, open_published
 from litspec.drafters.hf_layers import layer_config, litgpt_layer, nested, number, take
 from litspec.drafters.tapped import (
     CHUNK,
     MAX_K,
+    OVERHANG,
     Layers,
-    Pending,
+    Places,
+    TappedDrafter,
+    TappedSession,
+    cache_bytes,
     draw_chain,
     embedding_of,
     head_bytes,
     head_logits,
+    inputs_of,
     linear,
     load_layers,
     norm,
+    padded,
+    places_of,
 )
 from litspec.errors import InputError
 from litspec.model import GPT, KVCache
@@ -48,7 +55,7 @@ MAX_LAYERS = 8
 
 
 class Ends(NamedTuple):
-    """What stands before and after the block of one layer, as functions of rows."""
+    """What stands before and behind the block of one layer, as functions of rows."""
 
     norm_embedding: Callable[[Tensor], Tensor]
     norm_hidden: Callable[[Tensor], Tensor]
@@ -56,7 +63,7 @@ class Ends(NamedTuple):
     norm_output: Callable[[Tensor], Tensor]
 
 
-class Mtp(Drafter):
+class Mtp(TappedDrafter):
     """Drafts with MTP layers, see `drafters.Drafter`. Made by `load_mtp`.
 
     Args:
@@ -79,114 +86,170 @@ class Mtp(Drafter):
     def name(self) -> str:
         return "mtp"
 
+    @property
+    def block_size(self) -> int:
+        return self.layers.config.block_size
+
+    @property
+    def rows(self) -> int:
+        return len(self.ends)
+
     def cost(self, k: int) -> Cost:
         return Cost(k * self._step_bytes, k)
+
+    def memory(self, max_length: int) -> int:
+        like = embedding_of(self.layers).weight
+        states = CHUNK * like.size(1) * like.element_size()
+        return cache_bytes(self.layers, self.limit(max_length) + OVERHANG) + states
+
+    def make_cache(self, target: TargetSession, length: int, count: int) -> KVCache:
+        return self.layers.make_cache(length, width=OVERHANG, batch_size=count)
 
     def start(self, target: TargetSession, max_length: int, sampler: Sampler) -> MtpSession:
         return MtpSession(self, target, max_length, sampler)
 
-
-class MtpSession(DraftSession):
-    """One text, see `drafters.DraftSession`.
-
-    Layer i keeps keys and values for the rows whose token is committed, which are i fewer than the first layer's. What
-    drafts wrote after them is overwritten.
-    """
-
-    def __init__(self, drafter: Mtp, target: TargetSession, max_length: int, sampler: Sampler) -> None:
-        self._drafter = drafter
-        self._model = target.model
-        self._device = target.device
-        self._sampler = sampler
-        self._limit = min(max_length, drafter.layers.config.block_size)
-        self._cache: KVCache | None = None
-        self._pending = Pending()
-        count = len(drafter.ends)
-        self._tokens: list[int] = []  # of each row of the first layer that was run
-        self._filled = [0] * count  # rows of each layer that stand for good
-        like = embedding_of(drafter.layers).weight
-        # What the layer before gave in the rows that this one has not run for good.
-        self._inputs = [like.new_empty(0, like.size(1)) for _ in range(count)]
-        self._last: Tensor | None = None  # (1, C), what the first layer gave in its last row
-
-    @torch.inference_mode()
-    def commit(self, tokens: Sequence[int], input_pos: int, hidden: Tensor | None = None) -> None:
-        self._pending.add(list(tokens)[: max(0, self._limit - input_pos)], input_pos, hidden)
-        while len(self._pending.tokens) >= CHUNK:
-            self._absorb(CHUNK)
-        self._pending.keep()
-
-    @torch.inference_mode()
-    def propose(self, token: int, input_pos: int, k: int) -> Proposal:
-        k = min(k, self._drafter.max_k, self._limit - input_pos)
-        if self._pending.tokens:
-            self._absorb(len(self._pending.tokens))
-        if k < 1 or self._last is None:
-            return Proposal(torch.empty(0, dtype=torch.int64, device=self._device))
-        step = self._chain(self._last) if len(self._filled) == 1 else self._layer_by_layer()
-        return draw_chain(self._sampler, head_logits(self._model, self._last), step, input_pos + 1, k)
-
-    def _chain(self, state: Tensor) -> Callable[[Tensor, int], Tensor]:
-        """Steps of the only layer, each on what the one before gave."""
-
-        def step(token: Tensor, position: int) -> Tensor:
-            nonlocal state
-            state = self._run(0, token, state, position - 1)
-            return head_logits(self._model, state)
-
-        return step
-
-    def _layer_by_layer(self) -> Callable[[Tensor, int], Tensor]:
-        """Steps of one layer after the other, each in the rows that this round's drafts are the tokens of."""
-        drafts: list[Tensor] = []
-        before = self._inputs[0][:0]
-
-        def step(token: Tensor, position: int) -> Tensor:
-            nonlocal before
-            drafts.append(token)
-            layer = len(drafts)
-            inputs = torch.cat((self._inputs[layer], before))
-            tokens = torch.cat(drafts)[-inputs.size(0) :]
-            before = self._run(layer, tokens, inputs, self._filled[layer])
-            return head_logits(self._model, before[-1:])
-
-        return step
-
-    def _absorb(self, size: int) -> None:
+    def absorb(self, sessions: Sequence[MtpSession], sizes: Sequence[int], members: range) -> None:
         """Runs rows whose states are the target's in the first layer, and in the others as far as tokens are there."""
-        tokens, states = self._pending.take(size)
-        self._tokens += tokens
-        rows = self._filled[0] + size
-        for i in range(len(self._filled)):
-            inputs = torch.cat((self._inputs[i], states))
-            start, ready = self._filled[i], max(0, rows - i) - self._filled[i]
-            # A copy: it outlives the states that it is cut from.
-            self._inputs[i] = inputs[ready:].clone()
+        device = sessions[0].device
+        taken = [session.pending.take(size) for session, size in zip(sessions, sizes)]
+        running = list(sessions)
+        states = [own for _, own in taken]
+        for session, (tokens, _) in zip(sessions, taken):
+            session.tokens += tokens
+            session.filled += len(tokens)
+        for i in range(len(self.ends)):
+            ready: list[_Rows] = []
+            for session, own in zip(running, states):
+                inputs = torch.cat((session.inputs[i], own))
+                start = session.rows[i]
+                size = max(0, session.filled - i) - start
+                # A copy: it outlives the states that it is cut from.
+                session.inputs[i] = inputs[size:].clone()
+                if size:
+                    # The first layer's row p has the token behind p, row p of layer i the one i places further on.
+                    tokens = torch.tensor(session.tokens[start + i : start + i + size], device=device)
+                    ready.append(_Rows(session, tokens, inputs[:size], start))
+                    session.rows[i] += size
             if not ready:
                 break
-            # The first layer's row p has the token after p, row p of layer i the one that is i places further on.
-            own = torch.tensor(self._tokens[start + i : start + i + ready], device=self._device)
-            states = self._run(i, own, inputs[:ready], start)
-            self._filled[i] += ready
+            running = [each.session for each in ready]
+            states = self._run_rows(i, ready, members)
             if i == 0:
-                self._last = states[-1:].clone()
+                for session, own in zip(running, states):
+                    session.last = own[-1:].clone()
 
-    def _run(self, layer: int, tokens: Tensor, states: Tensor, input_pos: int) -> Tensor:
-        """A layer's normed output for rows at `input_pos` and after it, `(N, C)`."""
-        drafter = self._drafter
-        if self._cache is None:
-            self._cache = drafter.layers.make_cache(self._limit, width=drafter.max_k)
-        ends = drafter.ends[layer]
-        parts = [ends.norm_embedding(embedding_of(self._model)(tokens)), ends.norm_hidden(states)]
-        x = ends.project(torch.cat(parts[::-1] if drafter.hidden_first else parts, dim=-1))
-        return ends.norm_output(drafter.layers.run(layer, x, input_pos, self._cache))
+    def draft(
+        self, sessions: Sequence[MtpSession], tokens: Sequence[int], k: Sequence[int], members: range
+    ) -> list[Proposal]:
+        model = sessions[0].target.model
+        state = padded([session.last for session in sessions], [session.number for session in sessions], members)
+        inputs = inputs_of(sessions, members, [session.filled + 1 for session in sessions], max(k))
+        make_step = self._chain if len(self.ends) == 1 else self._layer_by_layer
+        step = make_step(sessions, state, max(k), members)
+        return draw_chain(sessions, members, inputs, head_logits(model, state), step, k)
+
+    def _chain(
+        self, sessions: Sequence[MtpSession], state: Tensor, k: int, members: range
+    ) -> Callable[[Tensor, int], Tensor]:
+        """Steps of the only layer, each on what the one before gave."""
+        model, cache = sessions[0].target.model, self._cache(sessions, members)
+        places = places_of(cache, members, {each.number: each.filled for each in sessions}, k)
+
+        def step(token: Tensor, i: int) -> Tensor:
+            nonlocal state
+            state = self._run(0, model, token, state, places.after(i), cache)
+            return head_logits(model, state)
+
+        return step
+
+    def _layer_by_layer(
+        self, sessions: Sequence[MtpSession], state: Tensor, k: int, members: range
+    ) -> Callable[[Tensor, int], Tensor]:
+        """Steps of one layer after the other, each in the rows that this round's drafts are the tokens of."""
+        drafts: list[Tensor] = []
+        before = [session.inputs[0][:0] for session in sessions]
+        numbers = [session.number for session in sessions]
+
+        def step(token: Tensor, i: int) -> Tensor:
+            nonlocal before
+            drafts.append(token)
+            layer, drafted = i + 1, torch.stack(drafts, 1)
+            rows = []
+            for session, own in zip(sessions, before):
+                states = torch.cat((session.inputs[layer], own))
+                behind = drafted[session.number - members.start, -states.size(0) :]
+                rows.append(_Rows(session, behind, states, session.rows[layer]))
+            before = self._run_rows(layer, rows, members)
+            last = padded([own[-1:] for own in before], numbers, members)
+            return head_logits(sessions[0].target.model, last)
+
+        return step
+
+    def _cache(self, sessions: Sequence[MtpSession], members: range) -> KVCache:
+        return sessions[0].pool.cache.sequences(members.start, members.stop)
+
+    def _run_rows(self, layer: int, rows: Sequence[_Rows], members: range) -> list[Tensor]:
+        """A layer's normed output for rows of several texts, `(n, C)` of each."""
+        sessions, numbers = [each.session for each in rows], [each.session.number for each in rows]
+        cache, width = self._cache(sessions, members), max(each.tokens.size(0) for each in rows)
+        places = places_of(cache, members, {each.session.number: each.start for each in rows}, width)
+        tokens = padded([each.tokens for each in rows], numbers, members)
+        states = padded([each.states for each in rows], numbers, members)
+        y = self._run(layer, sessions[0].target.model, tokens, states, places, cache).view(len(members), width, -1)
+        return [y[each.session.number - members.start, : each.tokens.size(0)] for each in rows]
+
+    def _run(self, layer: int, model: GPT, tokens: Tensor, states: Tensor, places: Places, cache: KVCache) -> Tensor:
+        """A layer's normed output for rows that are each a token and a state, `(N, C)`."""
+        ends = self.ends[layer]
+        parts = [ends.norm_embedding(embedding_of(model)(tokens)), ends.norm_hidden(states)]
+        x = ends.project(torch.cat(parts[::-1] if self.hidden_first else parts, dim=-1))
+        return ends.norm_output(self.layers.run(layer, x, places, cache))
+
+
+class _Rows(NamedTuple):
+    """Rows of one text for one layer: tokens `(n,)`, states `(n, C)`, and where the first of them stands."""
+
+    session: MtpSession
+    tokens: Tensor
+    states: Tensor
+    start: int
+
+
+class MtpSession(TappedSession):
+    """One text, see `TappedSession`.
+
+    Layer i keeps keys and values for the rows whose token is committed, which are i fewer than the first layer's.
+
+    Attributes:
+        tokens: Of each row of the first layer that has run for good.
+        rows: How many rows of each layer have.
+        inputs: For each layer what the one before gave in the rows that it has not run for good.
+        last: What the first layer gave in its last row, `(1, C)`.
+    """
+
+    last: Tensor
+
+    def __init__(self, drafter: Mtp, target: TargetSession, max_length: int, sampler: Sampler) -> None:
+        super().__init__(drafter, target, max_length, sampler)
+        like = embedding_of(drafter.layers).weight
+        self.tokens: list[int] = []
+        self.rows = [0] * len(drafter.ends)
+        self.inputs = [like.new_empty(0, like.size(1)) for _ in drafter.ends]
+
+    def take_up(self, tokens: list[int], carried: Any) -> None:
+        self.tokens = tokens[1:]
+        self.rows = [self.filled - i for i in range(len(self.rows))]
+        self.inputs = list(carried)
+
+    def carry(self) -> Any:
+        return tuple(self.inputs)
 
 
 # --- from a folder ----------------------------------------------------------------------------------------------------
 
 
 class _Naming(NamedTuple):
-    """How a family names its layers: a pattern, and what may stand after it beside the names of a decoder layer."""
+    """How a family names its layers: a pattern, and what may stand behind it beside the names of a decoder layer."""
 
     pattern: str
     norm_embedding: str
@@ -316,7 +379,7 @@ def _check_target(config: Mapping[str, Any], n_layer: int, target_model: GPT, fo
 
 
 def _layer_of(name: str, n_layer: int) -> tuple[str, int, str] | None:
-    """The family whose MTP layer a weight belongs to, the layer's number, and the name after it."""
+    """The family whose MTP layer a weight belongs to, the layer's number, and the name behind it."""
     for family, naming in _NAMINGS.items():
         if found := re.match(naming.pattern, name):
             number = int(found.group(1)) - (n_layer if family == "DeepSeek" else 0)

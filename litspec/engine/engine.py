@@ -175,8 +175,8 @@ class Engine:
             handle, request = self._waiting.popleft()
             free = [i for i in range(self.slots) if i not in self._running]
             # Where most of the prompt has been read already; of equals, the first.
-            prompt = list(request.prompt)
-            number = max(free, key=lambda i: (self._cache.sessions[i].holds(prompt), -i))
+            prompt, taps = list(request.prompt), () if self.drafter is None else self.drafter.taps
+            number = max(free, key=lambda i: (self._cache.sessions[i].holds(prompt, taps), -i))
             try:
                 slot = self._open(request, number)
                 self._running[number] = handle, request, slot

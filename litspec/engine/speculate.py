@@ -152,8 +152,8 @@ class Slot:
 
     def _begin(self, prompt: Sequence[int], cache: Slots) -> None:
         if not self._begun:
-            cache.begin(self.number, prompt, self.taps)
-            self._begun = True
+            cache.begin(self.number, prompt, self.taps, None if self.draft is None else self.draft.resume)
+            self._begun, self._last_state = True, self.target.last_state
 
     def prefill(self, prompt: Sequence[int], cache: Slots, most: int | None) -> tuple[int, list[int] | None]:
         """Reads the prompt, or a part of it.

@@ -124,6 +124,8 @@ class TargetSession:
         self._logits: torch.Tensor | None = None  # (1, V), what followed it
         self._prompt: list[int] = []  # what is being read
         self._taps: tuple[int, ...] = ()
+        self._borders: list[torch.Tensor] = []  # (1, len(taps) * C), the last state of each chunk at the beginning ...
+        self._border_taps: tuple[int, ...] = ()  # ... and of which taps
 
     def rows_for(self, proposals: int) -> int:
         """The smallest number of rows that holds a token and so many proposals."""
@@ -141,7 +143,13 @@ class TargetSession:
             states.append(self.read())
         return self.logits, torch.cat([each for each in states if each is not None]) if taps else None
 
-    def begin(self, prompt: Sequence[int], taps: Sequence[int] = (), others: Sequence[TargetSession] = ()) -> None:
+    def begin(
+        self,
+        prompt: Sequence[int],
+        taps: Sequence[int] = (),
+        others: Sequence[TargetSession] = (),
+        resume: Callable[[Sequence[int], int], int] | None = None,
+    ) -> None:
         """Takes a prompt, which `read` then reads chunk by chunk.
 
         Keys and values are kept up to the last border between chunks before which this prompt equals the last one:
@@ -150,18 +158,20 @@ class TargetSession:
 
         Args:
             prompt: Token ids, at least one.
-            taps: Blocks whose states are wanted; a prompt is then read from its beginning.
+            taps: Blocks whose states are wanted.
             others: Sessions of other slots.
+            resume: With taps: who is told the states takes over what is known of the prompt, see `DraftSession.resume`;
+                None: the prompt is read from its beginning.
         """
         self._prompt, self._taps = list(prompt), tuple(taps)
-        if taps:
-            self.forget()
-            return
-        best = max((self, *others), key=lambda session: session.holds(self._prompt))
-        held = best.holds(self._prompt)
+        best = max((self, *others), key=lambda session: session.holds(self._prompt, self._taps))
+        held = best.holds(self._prompt, self._taps)
+        if self._taps:
+            held = resume(self._prompt, held) if resume is not None and held else 0
         if best is not self:
             self.cache.copy_from(best.cache, held)
         self._logits = best._logits if held == len(self._prompt) else None
+        self._borders, self._border_taps = best._borders[: held // PREFILL_CHUNK], best._border_taps
         self._tokens = self._prompt[:held]
 
     @property
@@ -176,9 +186,14 @@ class TargetSession:
             raise RuntimeError("The prompt has not been read.")
         return self._logits
 
+    @property
+    def last_state(self) -> torch.Tensor | None:
+        """With taps the state of the last token that need not be read, (1, len(taps) * n_embd); None where all must."""
+        return self._borders[-1] if self._taps and self._tokens and self._borders else None
+
     def read(self) -> torch.Tensor | None:
         """Reads the next chunk of the prompt; with taps returns its states, (rows, len(taps) * n_embd)."""
-        start, prompt = len(self._tokens), self._prompt
+        start, prompt, borders = len(self._tokens), self._prompt, self._borders
         end = min(start + PREFILL_CHUNK, len(prompt))
         idx = self.placed.same(torch.tensor([prompt[start:end]], device=self.device))
         self.forget()
@@ -186,6 +201,10 @@ class TargetSession:
         logits, hidden = result if isinstance(result, tuple) else (result, None)
         self._tokens = prompt[:end]
         self._logits = logits[0] if end == len(prompt) else None
+        if hidden is not None and end % PREFILL_CHUNK == 0 and len(borders) == start // PREFILL_CHUNK:
+            borders = [*borders, hidden[0, -1:].clone()]
+            self._border_taps = self._taps
+        self._borders = borders
         return None if hidden is None else hidden[0]
 
     def has_read(self, count: int, logits: torch.Tensor) -> None:
@@ -193,12 +212,19 @@ class TargetSession:
         self._tokens = self._prompt[: len(self._tokens) + count]
         self._logits = None if self.unread else logits
 
-    def holds(self, prompt: Sequence[int]) -> int:
-        """Tokens at the beginning of a prompt that need not be read again: all of it, or whole chunks."""
-        if self._logits is not None and self._tokens == prompt:
+    def holds(self, prompt: Sequence[int], taps: Sequence[int] = ()) -> int:
+        """Tokens at the beginning of a prompt that need not be read again: all of it, or whole chunks.
+
+        Args:
+            prompt: Token ids.
+            taps: Blocks whose states are wanted; then only whole chunks behind which the state is known.
+        """
+        if self._logits is not None and self._tokens == prompt and not taps:
             return len(prompt)
         # At least one token is left to run, whose logits are wanted.
         end = min(len(prompt) - 1, len(self._tokens)) // PREFILL_CHUNK * PREFILL_CHUNK
+        if taps:
+            end = min(end, len(self._borders) * PREFILL_CHUNK) if tuple(taps) == self._border_taps else 0
         while self._tokens[:end] != prompt[:end]:
             end -= PREFILL_CHUNK
         return end
@@ -233,7 +259,7 @@ class TargetSession:
 
     def forget(self) -> None:
         """Keeps nothing of the last prompt for the next one."""
-        self._tokens, self._logits = [], None
+        self._tokens, self._logits, self._borders = [], None, []
 
     def clear(self) -> None:
         """Zeroes the slot: a mask does not hide a NaN."""
@@ -268,10 +294,16 @@ class Slots:
             TargetSession(placed, max_length, stop_ids, self.cache, number, shared) for number in range(count)
         ]
 
-    def begin(self, number: int, prompt: Sequence[int], taps: Sequence[int]) -> None:
+    def begin(
+        self,
+        number: int,
+        prompt: Sequence[int],
+        taps: Sequence[int],
+        resume: Callable[[Sequence[int], int], int] | None = None,
+    ) -> None:
         """Gives a prompt to a slot, see `TargetSession.begin`."""
         others = [session for session in self.sessions if session.number != number]
-        self.sessions[number].begin(prompt, taps, others)
+        self.sessions[number].begin(prompt, taps, others, resume)
 
     def groups(self, numbers: Sequence[int], rows: int) -> list[range]:
         """The slots that run in one forward each.

@@ -4,12 +4,12 @@ It sees the target's residual streams at every committed position as keys and va
 the last committed token and B - 1 masks, which see the context and each other, all at once. Version 2 adds short
 convolutions along the block, whose kernels follow from their input, and a selector of candidates.
 
-Notation: see `litspec.model.kv_cache`; here W = B rows of one block, and S positions of context.
+Notation: see `litspec.model.kv_cache`; here B blocks of different texts run at once, of W rows each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +19,8 @@ from litgpt.model import build_rope_cache
 from torch import Tensor, nn
 
 from litspec.model.attention import rotate
+from litspec.model.kv_cache import Step
 
-# Takes the block's own keys and values (W, G, D); returns all that it sees, its own last, (G, S + W, D).
-Join = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 # The cosines of some rows, and their sines with the first half negated, each (rows, 1, D).
 Rope = tuple[Tensor, Tensor]
 
@@ -38,7 +37,7 @@ class DFlashConfig:
         n_query_groups: Heads of keys and values.
         head_size: Elements of a head.
         taps: Blocks of the target (0-based) whose residual streams it reads; -1 is the state after the final norm.
-        block_size: B, the last committed token and the masks after it.
+        block_size: W, the last committed token and the masks behind it.
         mask_token_id: The id whose embedding stands for "not known yet".
         windows: For each layer the sliding window, None for all that is there.
         causal: For each layer whether a row sees only itself and what stands before it.
@@ -46,7 +45,7 @@ class DFlashConfig:
         rope_base: Base of the rotary embedding.
         rope_extra: Scaling of the rotary embedding, as LitGPT's `rope_adjustments`.
         attention_bias: Whether the attention's projections have a bias.
-        sample_from_anchor: Whether row j proposes the token after it (B proposals), else its own (B - 1).
+        sample_from_anchor: Whether row j proposes the token behind it (W proposals), else its own (W - 1).
         embedding_scale: Multiplies the target's raw embedding.
         output_multiplier: Multiplies the logits.
         softcap: Squeezes the logits; 0 for not at all, None for what the target does.
@@ -112,23 +111,27 @@ class Attention(nn.Module):
         k = self.k_proj(x).view(-1, self.n_query_groups, self.head_size)
         return rotate(self.k_norm(k), *rope), self.v_proj(x).view_as(k)
 
-    def forward(self, x: Tensor, rope: Rope, join: Join, mask: Tensor | None) -> Tensor:
-        """Attention of the rows `x` `(W, C)` over what `join` returns, `(W, C)`.
+    def forward(self, x: Tensor, step: Step, k_cache: Tensor, v_cache: Tensor, mask: Tensor) -> Tensor:
+        """Attention of the rows `x` `(B, W, C)`, whose keys and values are written first, `(B, W, C)`.
 
         Args:
-            x: The block's rows.
-            rope: Of their positions.
-            join: Adds the context.
-            mask: True where a row sees a key, `(W, S + W)`; None where all see all.
+            x: The blocks' rows.
+            step: Where they stand.
+            k_cache, v_cache: Keys and values, `(B, G, S, D)`.
+            mask: What is added to the scores, `(B, 1, R * W, L)`; its L columns are the last keys to read.
         """
-        W, H, G, D = x.size(0), self.n_head, self.n_query_groups, self.head_size
+        B, W, H, G, D = *x.shape[:2], self.n_head, self.n_query_groups, self.head_size
         R = H // G
-        q = rotate(self.q_norm(self.q_proj(x).view(W, H, D)), *rope)
-        k, v = join(*self.keys_values(x, rope))
+        rope = step.rope[0]
+        q = rotate(self.q_norm(self.q_proj(x).view(B * W, H, D)), *rope)
+        k, v = self.keys_values(x.flatten(0, 1), rope)
+        step.write(k_cache, k)
+        step.write(v_cache, v)
+        seen = slice(step.kv_length - mask.size(-1), step.kv_length)
         # The query heads of a group become rows of one head: keys and values are never expanded.
-        q = q.view(W, G, R, D).permute(1, 2, 0, 3).reshape(G, R * W, D)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=None if mask is None else mask.repeat(R, 1))
-        return self.o_proj(y.view(G, R, W, D).permute(2, 0, 1, 3).reshape(W, H * D))
+        q = q.view(B, W, G, R, D).permute(0, 2, 3, 1, 4).reshape(B, G, R * W, D)
+        y = F.scaled_dot_product_attention(q, k_cache[:, :, seen], v_cache[:, :, seen], attn_mask=mask)
+        return self.o_proj(y.view(B, G, R, W, D).permute(0, 3, 1, 2, 4).reshape(B, W, H * D))
 
 
 class MLP(nn.Module):
@@ -141,7 +144,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.n_embd, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Rows `(W, C)` to `(W, C)`."""
+        """Rows `(B, W, C)` to `(B, W, C)`."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -155,18 +158,18 @@ class BlockConv(nn.Module):
         self.kernel_projection = nn.Linear(config.n_embd, 2 * self.taps * self.groups, bias=False)
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        """`x` `(W, C)` through the first convolution, the sublayer, and the second."""
-        kernels = self.kernel_projection(x).view(x.size(0), 2, self.taps, self.groups, 1)
+        """`x` `(B, W, C)` through the first convolution, the sublayer, and the second."""
+        kernels = self.kernel_projection(x).view(*x.shape[:2], 2, self.taps, self.groups, 1)
         return self._convolve(sublayer(self._convolve(x, kernels, 0)), kernels, 1)
 
     def _convolve(self, x: Tensor, kernels: Tensor, which: int) -> Tensor:
         """Row i of the result is a sum over rows i, i - 1, ..., i - taps + 1; before the block stand zeros."""
-        rows = x.view(x.size(0), self.groups, -1)
+        rows = x.view(*x.shape[:2], self.groups, -1)
         base = self.base_kernel[which].view(self.taps, self.groups, -1)
-        y = (base[0] + kernels[:, which, 0]) * rows
+        y = (base[0] + kernels[:, :, which, 0]) * rows
         for offset in range(1, self.taps):
-            before = F.pad(rows, (0, 0, 0, 0, offset, 0))[: x.size(0)]
-            y = y + (base[offset] + kernels[:, which, offset]) * before
+            before = F.pad(rows, (0, 0, 0, 0, offset, 0))[:, : x.size(1)]
+            y = y + (base[offset] + kernels[:, :, which, offset]) * before
         return y.view_as(x)
 
 
@@ -182,11 +185,11 @@ class Layer(nn.Module):
         self.attention_conv = BlockConv(config) if config.conv_kernel_size else None
         self.mlp_conv = BlockConv(config) if config.conv_kernel_size else None
 
-    def forward(self, x: Tensor, rope: Rope, join: Join, mask: Tensor | None) -> Tensor:
-        """The block's rows `(W, C)` after this layer; arguments as in `Attention.forward`."""
+    def forward(self, x: Tensor, step: Step, k_cache: Tensor, v_cache: Tensor, mask: Tensor) -> Tensor:
+        """The blocks' rows `(B, W, C)` after this layer; arguments as in `Attention.forward`."""
 
         def attention(y: Tensor) -> Tensor:
-            return self.self_attn(y, rope, join, mask)
+            return self.self_attn(y, step, k_cache, v_cache, mask)
 
         y = self.input_layernorm(x)
         x = x + (attention(y) if self.attention_conv is None else self.attention_conv(y, attention))
@@ -208,12 +211,12 @@ class CandidateSelector(nn.Module):
         """What is added to the logits of candidates.
 
         Args:
-            row: The position's projected row, `(1, rank)`.
-            before: The token chosen before it, `(1,)`.
-            candidates: Ids, `(1, K)`.
+            row: The position's projected row in each block, `(B, rank)`.
+            before: The token chosen before it, `(B,)`.
+            candidates: Ids, `(B, K)`.
 
         Returns:
-            `(1, K)`.
+            `(B, K)`.
         """
         wanted = F.embedding(before, self.predecessor_codebook) * row
         return (F.embedding(candidates, self.successor_codebook) @ wanted.unsqueeze(-1)).squeeze(-1)
@@ -271,36 +274,47 @@ class DFlashNetwork(nn.Module):
         attentions = [layer.get_submodule("self_attn") for layer in self.layers]
         return [one.keys_values(rows, rope) for one in attentions if isinstance(one, Attention)]
 
-    def masks(self, context: int, device: torch.device) -> list[Tensor | None]:
-        """For each layer what a block's rows see of `context` positions and of the block, True where they do.
+    def masks(self, step: Step, begin: int) -> list[Tensor]:
+        """For each layer what is added to the scores of the blocks' rows: 0, or -inf where a key is not seen.
 
-        Returns:
-            For each layer `(W, context + W)`, None where every row sees everything.
-        """
-        config = self.config
-        keys = torch.arange(context + config.block_size, device=device)
-        rows = keys[context:].unsqueeze(1)
-        found: list[Tensor | None] = []
-        for window, causal in zip(config.windows, config.causal):
-            mask = keys <= rows if causal else None
-            if window is not None and window < context + config.block_size:
-                near = (rows - keys < window) & (keys - rows < window)
-                mask = near if mask is None else mask & near
-            found.append(mask)
-        return found
-
-    def forward(self, x: Tensor, rope: Rope, joins: list[Join], masks: list[Tensor | None]) -> Tensor:
-        """Runs a block.
+        A row sees the context before its block, and of the block all, or in a causal layer itself and what stands
+        before it.
 
         Args:
-            x: Embeddings of the last committed token and the masks, `(W, C)`.
-            rope: Of the block's positions.
-            joins: For each layer what adds its context.
+            step: Where the blocks stand.
+            begin: The first key to read.
+
+        Returns:
+            For each layer `(B, 1, R * W, L)`, where L keys are read.
+        """
+        config, like = self.config, self.fc.weight
+        rows = step.positions.view(step.batch_size, -1, 1)
+        keys = torch.arange(begin, step.kv_length, device=rows.device)
+        made: dict[tuple[int | None, bool], Tensor] = {}
+        for window, causal in zip(config.windows, config.causal):
+            if (window, causal) in made:
+                continue
+            seen = (keys <= rows) if causal else (keys <= rows[:, -1:]).expand(-1, rows.size(1), -1)
+            if window is not None:
+                seen = seen & (rows - keys < window) & (keys - rows < window)
+            mask = torch.zeros_like(seen, dtype=like.dtype).masked_fill_(~seen, float("-inf"))
+            made[window, causal] = mask.repeat(1, config.n_head // config.n_query_groups, 1).unsqueeze(1)
+        return [made[kind] for kind in zip(config.windows, config.causal)]
+
+    def forward(
+        self, x: Tensor, step: Step, k: Sequence[Tensor], v: Sequence[Tensor], masks: Sequence[Tensor]
+    ) -> Tensor:
+        """Runs the blocks of some texts, whose keys and values are written behind their contexts.
+
+        Args:
+            x: Embeddings of the last committed token and the masks, `(B, W, C)`.
+            step: Where they stand.
+            k, v: For each layer keys and values, `(B, G, S, D)`.
             masks: For each layer what its rows see.
 
         Returns:
-            Rows for the head, `(W, C)`, after the final norm.
+            Rows for the head, `(B, W, C)`, after the final norm.
         """
-        for layer, join, mask in zip(self.layers, joins, masks):
-            x = layer(x, rope, join, mask)
+        for layer, k_cache, v_cache, mask in zip(self.layers, k, v, masks):
+            x = layer(x, step, k_cache, v_cache, mask)
         return self.norm(x)
