@@ -296,7 +296,7 @@ def _check_round(
 
 
 def _compare(llm: SpecLLM, first: Proposal, other: Proposal, promise: str, what: str, problems: dict[str, str]) -> None:
-    """Whether two proposals behind the same text agree: their first distributions, or their tokens."""
+    """Whether two proposals after the same text agree: their first distributions, or their tokens."""
     drawn = first.q if len(first.tokens) > 0 else None
     if drawn is not None and other.q is not None and len(other.tokens):
         vocabulary = llm.placed.model.config.padded_vocab_size

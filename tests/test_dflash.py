@@ -190,7 +190,7 @@ def test_states_that_were_left_out_are_an_error_and_not_wrong_drafts() -> None:
     with pytest.raises(ValueError, match="given no states"):
         session.commit([1], 0)
     session.commit([1, 2, 3], 0, torch.zeros(3, 48))
-    with pytest.raises(ValueError, match="told 3 tokens cannot draft behind position 3"):
+    with pytest.raises(ValueError, match="told 3 tokens cannot draft after position 3"):
         session.propose(3, 3, 4)
 
 

@@ -129,7 +129,7 @@ class DFlash(TappedDrafter):
     @torch.no_grad()
     def make_cache(self, target: TargetSession, length: int, count: int) -> KVCache:
         config, network = self.config, self.network_of(target)
-        # Behind a text stands its block, and idle slots run along behind that.
+        # After a text stands its block, and idle slots run along after that.
         slots = kv_bucket(length + 2 * config.block_size)
         shape = count, config.n_query_groups, slots, config.head_size
         like = network.fc.weight
@@ -262,7 +262,7 @@ class DFlash(TappedDrafter):
 
 
 class DFlashSession(TappedSession):
-    """One text, see `TappedSession`. Keys and values of a block stand behind the context while it runs."""
+    """One text, see `TappedSession`. Keys and values of a block stand after the context while it runs."""
 
     drafter: DFlash
 

@@ -291,7 +291,7 @@ def _taps(config: Mapping[str, Any], n_layer: int, folder: Path) -> tuple[int, .
     taps = tuple(ids) if ids[0] == 1 else tuple(i - 1 for i in ids)
     if wrong := [i for i in taps if not 0 <= i < n_layer]:
         raise InputError(
-            f"The EAGLE-3 head in {str(folder)!r} reads the states behind the target's blocks {list(taps)}, but the "
+            f"The EAGLE-3 head in {str(folder)!r} reads the states after the target's blocks {list(taps)}, but the "
             f"target has {n_layer} blocks, and so no block {wrong[0]}; give the target that the head was made for."
         )
     return taps

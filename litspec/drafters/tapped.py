@@ -33,7 +33,7 @@ CHUNK = PREFILL_CHUNK
 MAX_K = 15
 # Rows of a text that may wait to run together with those of others; more of them run by themselves.
 WAITING = 16
-# Places behind a text for rows that are drafted or fill up a forward, and as many where idle slots run along.
+# Places after a text for rows that are drafted or fill up a forward, and as many where idle slots run along.
 OVERHANG = 2 * (WAITING + MAX_K)
 
 
@@ -167,7 +167,7 @@ def proposals(drawn: Drawn, k: Sequence[int]) -> list[Proposal]:
 class Pending:
     """Tokens and states that a session was told and has not run yet.
 
-    Row p pairs the state at position p with the token behind it, so the text's first token makes no row.
+    Row p pairs the state at position p with the token after it, so the text's first token makes no row.
 
     Attributes:
         tokens: One for each row.
@@ -208,7 +208,7 @@ class Pool:
     Attributes:
         cache: Keys and values, `(B, G, S, D)` a layer.
         prompts: By slot, the tokens at its beginning that came as whole chunks of a prompt.
-        carried: By slot, what else a session must know behind each of these chunks.
+        carried: By slot, what else a session must know after each of these chunks.
     """
 
     def __init__(self, cache: KVCache) -> None:
@@ -230,7 +230,7 @@ class Pool:
 
         Behind them all is zeroed: a mask does not hide a NaN that an earlier text left.
         """
-        rows = max(0, held - 1)  # a row waits for the token behind it
+        rows = max(0, held - 1)  # a row waits for the token after it
         prompt, carried = self.prompts[origin][:held], self.carried[origin][: held // CHUNK]
         # Interrupted on the way, a slot holds nothing, rather than half of what it says.
         self.prompts[number], self.carried[number] = [], []
@@ -333,7 +333,7 @@ class TappedDrafter(Drafter):
 class TappedSession(DraftSession):
     """One text of a `TappedDrafter`, see `drafters.DraftSession`.
 
-    Keys and values that stand for good come from the target's states only. What drafts write stands behind them and is
+    Keys and values that stand for good come from the target's states only. What drafts write stands after them and is
     overwritten, so there is nothing to undo.
 
     Attributes:
@@ -364,14 +364,14 @@ class TappedSession(DraftSession):
         return self.drafter.pool(self.target)
 
     def check(self, input_pos: int) -> None:
-        """Refuses to draft behind a position that is not the last one told.
+        """Refuses to draft after a position that is not the last one told.
 
         Raises:
             ValueError: It is another.
         """
         if input_pos != self._told - 1:
             raise ValueError(
-                f"a session that was told {self._told} tokens cannot draft behind position {input_pos}; commit must "
+                f"a session that was told {self._told} tokens cannot draft after position {input_pos}; commit must "
                 "come first."
             )
 
@@ -389,10 +389,10 @@ class TappedSession(DraftSession):
         return held
 
     def take_up(self, tokens: list[int], carried: Any) -> None:
-        """Goes on behind these tokens, whole chunks of a prompt, with what `carry` gave there."""
+        """Goes on after these tokens, whole chunks of a prompt, with what `carry` gave there."""
 
     def carry(self) -> Any:
-        """What must be known behind a chunk of a prompt beside keys and values; not written to any more."""
+        """What must be known after a chunk of a prompt beside keys and values; not written to any more."""
 
     @torch.inference_mode()
     def commit(self, tokens: Sequence[int], input_pos: int, hidden: Tensor | None = None) -> None:

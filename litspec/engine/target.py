@@ -217,7 +217,7 @@ class TargetSession:
 
         Args:
             prompt: Token ids.
-            taps: Blocks whose states are wanted; then only whole chunks behind which the state is known.
+            taps: Blocks whose states are wanted; then only whole chunks after which the state is known.
         """
         if self._logits is not None and self._tokens == prompt and not taps:
             return len(prompt)

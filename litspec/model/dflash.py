@@ -37,7 +37,7 @@ class DFlashConfig:
         n_query_groups: Heads of keys and values.
         head_size: Elements of a head.
         taps: Blocks of the target (0-based) whose residual streams it reads; -1 is the state after the final norm.
-        block_size: W, the last committed token and the masks behind it.
+        block_size: W, the last committed token and the masks after it.
         mask_token_id: The id whose embedding stands for "not known yet".
         windows: For each layer the sliding window, None for all that is there.
         causal: For each layer whether a row sees only itself and what stands before it.
@@ -45,7 +45,7 @@ class DFlashConfig:
         rope_base: Base of the rotary embedding.
         rope_extra: Scaling of the rotary embedding, as LitGPT's `rope_adjustments`.
         attention_bias: Whether the attention's projections have a bias.
-        sample_from_anchor: Whether row j proposes the token behind it (W proposals), else its own (W - 1).
+        sample_from_anchor: Whether row j proposes the token after it (W proposals), else its own (W - 1).
         embedding_scale: Multiplies the target's raw embedding.
         output_multiplier: Multiplies the logits.
         softcap: Squeezes the logits; 0 for not at all, None for what the target does.
@@ -304,7 +304,7 @@ class DFlashNetwork(nn.Module):
     def forward(
         self, x: Tensor, step: Step, k: Sequence[Tensor], v: Sequence[Tensor], masks: Sequence[Tensor]
     ) -> Tensor:
-        """Runs the blocks of some texts, whose keys and values are written behind their contexts.
+        """Runs the blocks of some texts, whose keys and values are written after their contexts.
 
         Args:
             x: Embeddings of the last committed token and the masks, `(B, W, C)`.
