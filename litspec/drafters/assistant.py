@@ -287,7 +287,7 @@ def _check(config: Mapping[str, Any], text: Mapping[str, Any], target_model: GPT
         )
     if (shared := text.get("num_kv_shared_layers", count)) != count:
         raise InputError(f"{where} must borrow keys and values in all of {count} layers, it does in {shared}.")
-    sizes = [("channels", number(config, "backbone_hidden_size", folder), target.n_embd)]
+    sizes: list[tuple[str, Any, Any]] = [("channels", number(config, "backbone_hidden_size", folder), target.n_embd)]
     sources = _sources(target_model)
     for kind in dict.fromkeys(kinds):
         if kind not in sources:

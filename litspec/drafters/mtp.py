@@ -127,8 +127,8 @@ class Mtp(TappedDrafter):
                 session.inputs[i] = inputs[size:].clone()
                 if size:
                     # The first layer's row p has the token behind p, row p of layer i the one i places further on.
-                    tokens = torch.tensor(session.tokens[start + i : start + i + size], device=device)
-                    ready.append(_Rows(session, tokens, inputs[:size], start))
+                    behind = torch.tensor(session.tokens[start + i : start + i + size], device=device)
+                    ready.append(_Rows(session, behind, inputs[:size], start))
                     session.rows[i] += size
             if not ready:
                 break
