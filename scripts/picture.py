@@ -1,4 +1,4 @@
-"""Draws README's picture: the embedded pair's text, tinted as `litspec generate --show_acceptance` tints it.
+"""Draws the embedded pair's text, tinted as `litspec generate --show_acceptance` tints it.
 
 python scripts/picture.py --out_file scripts/tinted.svg
 """
