@@ -1,6 +1,6 @@
-"""Argument lists that are written once: checks of values by their type hints, and functions that spell out a config.
+"""Argument lists that are written once: checks of values by type hints, and functions that take a config's fields.
 
-It imports nothing heavy: the command answers `--help` with it.
+It imports nothing slow, since `--help` uses it.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _LINE_WIDTH = 120
 
 
 def checked(name: str, value: Any, hint: Any, *, none: str = "None") -> Any:
-    """A value that has its type, of which numbers come as Python's own.
+    """Checks the type of a value. Numbers are returned as Python's int or float.
 
     Args:
-        name: Of the setting, for the error.
-        value: Whatever was given. A bool is no number, and a number with a fraction part (5.0 too) no whole one.
+        name: Name of the setting, for the error.
+        value: The value. A bool is not accepted as a number, nor a float such as 5.0 as a whole number.
         hint: Its type hint.
-        none: How None is written where the value comes from.
+        none: How None is written in the source of the value, such as "null".
 
     Raises:
         InputError: It has another type.
@@ -98,7 +98,7 @@ def in_words(hint: Any, none: str = "None") -> str:
 
 
 def shown(value: Any) -> str:
-    """A value for an error, cut where it is long."""
+    """A value as text for an error, shortened to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -119,10 +119,10 @@ def spelled_out(
     defaults: Mapping[str, Any] | None = None,
     **configs: type,
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Makes a function that takes configs one that takes their fields instead.
+    """Turns a function that takes configs into one that takes their fields.
 
-    The fields stand in the signature where the config stood, and in the docstring's arguments in place of the line
-    `{name of the config}`. The configs are built, hence the values checked, before the function begins.
+    The fields replace the config in the signature, and the line `{name of the config}` in the docstring. The configs
+    are built, and so the values checked, before the function runs.
 
     Args:
         flags: Whether the signature is for flags: types as `hints_of` gives them, and None called null.

@@ -42,7 +42,7 @@ class Parts:
         prefill: The target reads the prompt, of `prompt_size` tokens.
         prompt_size: Tokens.
         weight_bytes: Bytes of weights that one step of the target reads.
-        copy_bandwidth: Bytes a second that this machine reads and writes when it copies memory.
+        copy_bandwidth: Bytes per second that this machine reads and writes when it copies memory.
     """
 
     verify: dict[int, float] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Parts:
 
     @property
     def weight_bandwidth(self) -> float:
-        """Bytes of weights a second in a plain step."""
+        """Bytes of weights per second in a plain step."""
         return self.weight_bytes / self.verify[1]
 
 
@@ -75,12 +75,12 @@ class Run:
 
     Attributes:
         drafter: Its name, "none" without one.
-        k: Proposals a round, as asked for.
+        k: Proposals per round, as asked for.
         width: Rows verified at once.
         tokens_per_second: After the prefill, from the medians of each text over the repeats.
         acceptance_rate: Accepted over proposed.
         tokens_per_round: Block efficiency.
-        proposed_per_round: Proposals a round, as they came: fewer than k where little was left to write, where nothing
+        proposed_per_round: Proposals per round, as made: fewer than k where little was left to write, where nothing
             matched, or where "auto" chose so.
         speedup: Over plain decoding, from the medians of each text's ratios of neighbouring times.
         ideal: The speedup that the parts allow: tokens per round * plain step / (proposed * draft step + verification).
@@ -105,8 +105,8 @@ class Batch:
 
     Attributes:
         size: Texts at the same time.
-        plain: Tokens a second without a drafter.
-        speculative: Tokens a second with one.
+        plain: Tokens per second without a drafter.
+        speculative: Tokens per second with one.
         speedup: The one over the other, from the medians of neighbouring times.
     """
 
@@ -278,7 +278,7 @@ def interleaved(
 
 
 def copy_bandwidth(device: torch.device, size: int = 2**28) -> float:
-    """Bytes a second, read and written, of a copy within the device's memory."""
+    """Bytes per second, read and written, of a copy within the device's memory."""
     source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
     return 2 * size / interleaved({0: lambda: target.copy_(source)}, 5, device)[0]
@@ -366,9 +366,9 @@ def measure(
         plain: The same target for plain decoding, see `plain_decoder`.
         drafters: Names of the drafters to measure.
         prompts: What the texts begin with.
-        ks: Proposals a round.
+        ks: Proposals per round.
         sampling: How tokens are chosen.
-        max_new_tokens: Tokens a text.
+        max_new_tokens: Tokens per text.
         repeats: Turns.
         exit_layer: Layers that draft in "early_exit".
         seed: Of the texts.
@@ -548,7 +548,7 @@ def measure_batch(
     Args:
         llm: The target; its drafter is changed.
         drafter: Who drafts.
-        k: Proposals a round.
+        k: Proposals per round.
         size: Texts at the same time.
         prompts: What they begin with.
         repeats: Turns.
@@ -581,7 +581,7 @@ def advise_batches(batches: Sequence[Batch]) -> str:
     """One line: how many texts at a time, and whether speculation still pays."""
     best = max(batches, key=lambda batch: max(batch.plain, batch.speculative))
     slow = [batch.size for batch in batches if batch.speedup <= 1]
-    line = f"Most tokens a second with --batch_size {best.size}: {max(best.plain, best.speculative):.0f}"
+    line = f"Most tokens per second with --batch_size {best.size}: {max(best.plain, best.speculative):.0f}"
     if best.speedup <= 1:
         return f"{line}, without a drafter; from {min(slow)} texts at a time on speculation does not pay."
     if slow:
@@ -649,7 +649,7 @@ def advise(
     drafting = best.proposed_per_round * parts.draft[best.drafter] / parts.verify[1]
     return (
         f"{simulated}Plain decoding is faster (--drafter none), because the best drafter "
-        f"({best.drafter}, k = {best.k}) brings {best.tokens_per_round:.2f} tokens a round, and its round takes "
+        f"({best.drafter}, k = {best.k}) brings {best.tokens_per_round:.2f} tokens per round, and its round takes "
         f"{best.tokens_per_round / best.speedup:.2f} plain steps (its parts: {verifying:.2f} to verify, {drafting:.2f} "
         "to draft)."
     )
@@ -732,7 +732,7 @@ def plot_report(report: Report, path: str) -> None:
             va="top",
             fontweight="bold" if i else "normal",
         )
-    axes.set_xlabel("proposals a round (k) of each drafter", labelpad=20)
+    axes.set_xlabel("proposals per round (k) of each drafter", labelpad=20)
     axes.set_ylabel("speed over plain decoding")
     axes.set_ylim(0, top)
     axes.margins(x=0.02)

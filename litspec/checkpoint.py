@@ -1,4 +1,4 @@
-"""Checkpoint folders as LitGPT writes them: open one, read its weights, tell whether two of them make a pair.
+"""Checkpoint folders in LitGPT's format: opening, reading weights, and checking whether two are a pair.
 
 Whatever can be wrong with a folder that a user names is found here and said in one sentence (`InputError`), before any
 weight is read where that is possible. Weights are read with `weights_only=True`, so that a pickle cannot run code, and
@@ -46,7 +46,7 @@ _LARGEST = 1e12  # of any number in a config: beyond it sizes cannot even be mul
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder that has been looked at.
+    """A checkpoint folder that has been checked.
 
     Attributes:
         dir: The folder, as LitGPT resolves it: as given, or below `./checkpoints`.
@@ -66,7 +66,7 @@ class PairReport:
     """What a target and a draft checkpoint have in common.
 
     Attributes:
-        shared_vocab_size: A draft may propose the ids below it, less `excluded`; the target may produce all of its own.
+        shared_vocab_size: Draft ids must be below it and not in `excluded`. The target may produce all its ids.
         notes: Sentences for the user.
         excluded: Ids below `shared_vocab_size` that do not mean the same to both, in rising order.
     """
@@ -82,7 +82,7 @@ class PairReport:
 def open_checkpoint(
     checkpoint_dir: str | os.PathLike[str], *, role: str = "checkpoint_dir", may_convert: bool = False
 ) -> Checkpoint:
-    """Looks at a checkpoint folder: all but its tokenizer and the values of its weights.
+    """Opens and checks a checkpoint folder, except its tokenizer and the values of its weights.
 
     Args:
         checkpoint_dir: A path, or a name below `./checkpoints`, as LitGPT's commands take it.
@@ -144,7 +144,7 @@ def _check_present(folder: Path, names: tuple[str, ...], role: str) -> None:
 
 
 def _check_plain(path: Path, role: str) -> None:
-    """Raises InputError for a link that leads nowhere, and for a pipe or a device, which would never end."""
+    """Raises InputError for a broken link, and for a pipe or a device, whose reading might never end."""
     if path.is_symlink() and not path.exists():
         raise InputError(
             f"{str(path)!r} ({role}) is a link to {os.readlink(path)!r}, which does not exist; put the file there, or "
@@ -155,7 +155,7 @@ def _check_plain(path: Path, role: str) -> None:
 
 
 def _check_weights_file(folder: Path, role: str) -> None:
-    """Looks at the first and last bytes of `lit_model.pth`, or at what else the folder holds if there is none."""
+    """Checks the first and last bytes of `lit_model.pth`. Without this file, reports what the folder holds instead."""
     path = folder / WEIGHTS
     if path.is_dir():
         raise InputError(
@@ -347,7 +347,7 @@ def _check_names(weights: Mapping[Any, Any], what: str, folder: Path) -> None:
 
 
 def _with_current_names(weights: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """LitGPT once kept q, k and v interleaved by group, under `attn.attn`; it still reads such files, and so do we."""
+    """Reads LitGPT's old format, with q, k and v interleaved by group under `attn.attn`."""
     for name in [name for name in weights if re.search(r"\.attn\.attn\.(weight|bias)$", name)]:
         from litgpt.scripts.convert_hf_checkpoint import qkv_reassemble
 
@@ -371,11 +371,11 @@ def load_weights(
 
     Args:
         model: A GPT with LitGPT's parameter names, on any device, the meta device included.
-        checkpoint: Where the weights come from.
-        dtype: What to cast them to; None: to the type that each of the model's parameters has.
-        device: Where to put them, or a function that tells it by name; None: where the model is, or the CPU for a model
-            on the meta device.
-        part: Given a name and the whole tensor, returns what is to be kept of it; None: all.
+        checkpoint: The checkpoint of the weights.
+        dtype: Dtype to cast to; None for the dtype of each of the model's parameters.
+        device: Device of the weights, or a function from a weight's name to its device. None for the model's device, or
+            the CPU for a model on the meta device.
+        part: A function from a weight's name and tensor to the part to keep; None to keep all.
 
     Raises:
         InputError: When the weights do not fit the model, which is unchanged then; names the first parameter at fault.
@@ -470,7 +470,7 @@ def load_tokenizer(checkpoint_dir: Path, *, role: str = "checkpoint_dir") -> Tok
 
 
 def _for_inference(tokenizer: Tokenizer) -> Tokenizer:
-    """Switches off what `tokenizer.json` keeps from training: prompts would be cut, filled up, or split by chance."""
+    """Switches off settings of training in `tokenizer.json`: truncation, padding and random splits (dropout)."""
     if tokenizer.backend == "huggingface":
         tokenizer.processor.no_truncation()
         tokenizer.processor.no_padding()

@@ -1,14 +1,14 @@
 """The arguments of `SpecLLM.load` and `SpecLLM.generate`: names, types, defaults, help and ranges, each written once.
 
-Flags, Python signatures, the fingerprint of a job and the keys of its lines are made from these two classes. What a
-field decides stands in its metadata, `decides`:
+Flags, Python signatures, the fingerprint of a job and the keys of its lines are made from these two classes. The
+metadata `decides` of a field says what it affects:
 
     "texts"      it may change the text
-    "proposals"  it changes who proposes what; a text depends on that only by the rejection sampler
-    "placing"    where weights lie, and whom one trusts; what of it changes bits is asked of the loaded pair
+    "proposals"  it changes the proposals; a text depends on them only with the rejection sampler
+    "placing"    placement of the weights, and trust in files; what changes bits is read from the loaded pair
                  (`jobs.deciding.resolved`)
 
-Where a flag cannot give all that Python can, `flag` is the flag's type.
+The metadata `flag` is the type of the flag, if it takes fewer types than the Python argument.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 Decides = Literal["texts", "proposals", "placing"]
 
-# The commands' defaults where they are not Python's: as LitGPT's, and a text can be had again.
+# The commands' defaults where they differ from Python's: LitGPT's values, and a seed, so that texts are repeatable.
 FLAG_DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "seed": 1234}
-# Settings of one's own texts, which commands that measure or compare do not offer.
+# Settings that commands which measure or compare do not offer.
 FOR_TEXTS = (
     "min_p",
     "logit_bias",
@@ -45,7 +45,7 @@ FOR_TEXTS = (
     "logprobs",
     "logprobs_mode",
 )
-# Those of them that say what form a text is to have.
+# Those of them that set the form of a text.
 FORMS = ("json_schema", "regex", "grammar", "response_format")
 
 
@@ -60,7 +60,7 @@ def _check_types(config: LoadConfig | GenerateConfig) -> None:
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """What to load, where to, and who drafts; see the fields' metadata.
+    """What to load, on which devices, and with which drafter. The fields' metadata document them.
 
     Raises:
         InputError: A value of another type or out of its range.
@@ -79,8 +79,8 @@ class LoadConfig:
         default=None,
         metadata=_about(
             "proposals",
-            "Folder of the draft model, whose tokenizer must be the target's, or of a drafter that was published for "
-            "the target (see `litspec.drafters.folders`); its files tell which.",
+            "Folder of a draft model with the target's tokenizer, or of a drafter that was published for the target. "
+            "The kind is recognized by the files (see `litspec.drafters.folders`).",
             flag=str | None,
         ),
     )
@@ -89,22 +89,23 @@ class LoadConfig:
         default="auto",
         metadata=_about(
             "proposals",
-            "Who proposes: draft_model (a smaller model), prompt_lookup (the text itself), lookup_then_model (the text "
-            "where its last tokens occurred before, else the model), suffix (this text and earlier outputs of the "
-            "loaded pair), early_exit (the target's own first layers), none, or in Python an object of the protocol in "
-            "`litspec.drafters`. auto is what draft_dir holds where it is given, else prompt_lookup.",
+            "The source of proposals: draft_model (a smaller model), prompt_lookup (the prompt and the text so far), "
+            "lookup_then_model (prompt lookup where it finds a match, else the draft model), suffix (this text and "
+            "earlier outputs of the loaded pair), early_exit (the target's own first layers), none, or in Python an "
+            "instance of `litspec.drafters.Drafter`. auto is what draft_dir holds if it is given, else prompt_lookup.",
             flag=DrafterName,
         ),
     )
     exit_layer: int | None = field(
-        default=None, metadata=_about("proposals", "Layers that draft, for early_exit; a quarter of them by default.")
+        default=None,
+        metadata=_about("proposals", "Number of first layers that draft, for early_exit; by default a quarter."),
     )
     verify_width: int = field(
         default=8,
         metadata=_about(
             "texts",
-            "The most rows that the target verifies at once, at least speculative_k + 1. A round runs as few as it "
-            "needs, of the numbers that have equal bits here.",
+            "The most rows that the target verifies at once, at least speculative_k + 1. A round runs the smallest "
+            "sufficient number of rows among those whose results are equal to the bit on this machine.",
         ),
     )
     accelerator: str = field(
@@ -112,27 +113,27 @@ class LoadConfig:
     )
     devices: int | str | Sequence[int] = field(
         default=1,
-        metadata=_about("placing", "How many devices of each machine, or which; auto for all.", flag=int | str),
+        metadata=_about("placing", "Number of devices per machine, or a list of them; auto for all.", flag=int | str),
     )
-    num_nodes: int = field(default=1, metadata=_about("placing", "How many machines."))
+    num_nodes: int = field(default=1, metadata=_about("placing", "Number of machines."))
     placement: PlacementName = field(
         default="auto",
         metadata=_about(
             "placing",
-            "Where the weights live: single, tensor_parallel, sequential or replicate; auto is single where the pair "
-            "fits one device, else tensor_parallel.",
+            "Placement of the weights: single, tensor_parallel, sequential or replicate. auto is single for one "
+            "device, and with devices auto also where the pair fits on one, else tensor_parallel.",
         ),
     )
     precision: Precision | None = field(
         default=None,
         metadata=_about(
             "placing",
-            "Of the target's weights: bf16-true, 16-true or 32-true; by default bf16-true on a GPU that has it, "
-            "32-true on a CPU.",
+            "Precision of the target's weights: bf16-true, 16-true or 32-true. By default bf16-true on a GPU that "
+            "supports it, 32-true on a CPU.",
         ),
     )
     draft_precision: Precision | None = field(
-        default=None, metadata=_about("placing", "Of the draft model's weights; by default the target's.")
+        default=None, metadata=_about("placing", "Precision of the draft model's weights; by default the target's.")
     )
     draft_device: str | None = field(
         default=None, metadata=_about("placing", "Device of the draft model, such as cuda:1; by default the target's.")
@@ -153,9 +154,9 @@ class LoadConfig:
         default=False,
         metadata=_about(
             "texts",
-            "Compile the steps (`torch.compile`), before the first token of the first text of its "
-            "length: seconds to minutes once, for more tokens a second. Where two tokens are nearly equal the text "
-            "may be another than without; with and without a drafter it is the same.",
+            "Compile the steps (`torch.compile`) before the first token. This takes seconds to minutes once per "
+            "length of text, and gives more tokens per second. The text may differ from that of uncompiled steps "
+            "where two tokens are nearly equal. It is the same with and without a drafter.",
         ),
     )
 
@@ -177,7 +178,7 @@ class LoadConfig:
     )
     trust_prompt_style: bool = field(
         default=False,
-        metadata=_about("placing", "Let prompt_style.yaml name a class that is not LitGPT's own; its code is run."),
+        metadata=_about("placing", "Allow prompt_style.yaml to name a class that is not LitGPT's. Its code is run."),
     )
 
     def __post_init__(self) -> None:
@@ -193,7 +194,7 @@ class LoadConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
-    """How to write a text; see the fields' metadata.
+    """How to generate a text. The fields' metadata document the settings.
 
     Raises:
         InputError: A value of another type or out of its range.
@@ -202,43 +203,48 @@ class GenerateConfig:
     sys_prompt: str | None = field(
         default=None, metadata=_about("texts", "System prompt, for prompt styles that have one.")
     )
-    max_new_tokens: int = field(default=50, metadata=_about("texts", "Most tokens of the text."))
+    max_new_tokens: int = field(default=50, metadata=_about("texts", "The most tokens to generate."))
     min_new_tokens: int = field(
         default=0,
-        metadata=_about("texts", "Until so many tokens, stop tokens have probability 0 and other stops are ignored."),
+        metadata=_about(
+            "texts", "Before this many tokens, stop tokens have probability 0 and other stops are ignored."
+        ),
     )
-    temperature: float = field(default=1.0, metadata=_about("texts", "Divides the logits; 0 is greedy."))
-    top_k: int | None = field(default=None, metadata=_about("texts", "Only the k most likely tokens; None for all."))
+    temperature: float = field(default=1.0, metadata=_about("texts", "Divides the logits; 0 is greedy decoding."))
+    top_k: int | None = field(
+        default=None, metadata=_about("texts", "Sample only from the k most likely tokens; None for all.")
+    )
     top_p: float = field(
         default=1.0,
         metadata=_about(
             "texts",
-            "Only the most likely tokens that hold this probability together, in [0, 1]; 0 is greedy, 1 takes all.",
+            "Sample only from the most likely tokens that together have this probability, in [0, 1]. 0 is greedy, 1 "
+            "takes all.",
         ),
     )
     min_p: float = field(
         default=0.0,
         metadata=_about(
             "texts",
-            "Only tokens of at least this share of the most likely one's probability, in [0, 1]; 0 takes all. It comes "
-            "last: bias and bans, penalties, top_k, temperature, top_p, min_p.",
+            "Sample only from tokens with at least this share of the highest probability, in [0, 1]; 0 takes all. The "
+            "order is: bias and bans, penalties, top_k, temperature, top_p, min_p.",
         ),
     )
     logit_bias: Mapping[int | str, float] | None = field(
         default=None,
         metadata=_about(
             "texts",
-            "What is added to the logits of tokens, in [-100, 100], by token: its id (a number, or its digits) or its "
-            'text, such as {"42": -5, " the": 2.5}.',
+            "Values in [-100, 100] to add to the logits of tokens. A token is given by its id (a number, or its "
+            'digits) or its text, such as {"42": -5, " the": 2.5}.',
         ),
     )
     bad_words: str | Sequence[str | Sequence[int]] | None = field(
         default=None,
         metadata=_about(
             "texts",
-            "A word, or several (repeat the flag), that must not come, spelled as the tokenizer does with and without "
-            "a space before it; in Python and in files also lists of token ids. Where the text, or the prompt, ends "
-            "with all tokens of a word but the last, that one has probability 0.",
+            "A word, or several (repeat the flag), that the text must not contain, with and without a space before it. "
+            "In Python and in files also lists of token ids. After all tokens of a word but the last, the last one "
+            "has probability 0.",
             flag=list[str] | None,
         ),
     )
@@ -246,24 +252,26 @@ class GenerateConfig:
         default=1.0,
         metadata=_about(
             "texts",
-            "Divides the positive logits of tokens that stand in the prompt or the text, and multiplies the negative "
+            "Divides the positive logits of tokens that occur in the prompt or the text, and multiplies the negative "
             "ones; 1 changes nothing.",
         ),
     )
     presence_penalty: float = field(
         default=0.0,
-        metadata=_about("texts", "Taken from the logits of tokens that stand in the text, in [-2, 2]."),
+        metadata=_about("texts", "Subtracted from the logits of tokens that occur in the text, in [-2, 2]."),
     )
     frequency_penalty: float = field(
         default=0.0,
-        metadata=_about("texts", "Taken from the logit of a token as often as it stands in the text, in [-2, 2]."),
+        metadata=_about(
+            "texts", "Subtracted from the logit of a token for each time it occurs in the text, in [-2, 2]."
+        ),
     )
     seed: int | None = field(
         default=None,
         metadata=_about(
             "texts",
-            "Of the random numbers; the same seed gives the same text. In Python, where none is given, one is "
-            "drawn from torch's global generator.",
+            "Seed of the random numbers; the same seed gives the same text. In Python, without a seed one is drawn "
+            "from torch's global generator.",
             flag=int,
         ),
     )
@@ -271,70 +279,67 @@ class GenerateConfig:
         default="rejection",
         metadata=_about(
             "texts",
-            "rejection accepts most proposals and keeps the target's distribution; coupled makes a sampled text the "
-            "same for every drafter and every k, as a greedy text always is.",
+            "rejection accepts the most proposals and keeps the target's distribution. coupled gives the same sampled "
+            "text for every drafter and every k, as greedy decoding does.",
         ),
     )
     json_schema: str | Mapping[str, Any] | None = field(
         default=None,
         metadata=_about(
             "texts",
-            "The text is to be JSON of this schema, and ends with it: an object, or a file that holds one. Keys come "
-            "in the schema's order, with spaces as Python's json.dumps has them. Needs the extra `structured` "
-            "(llguidance), as do the next three.",
+            "The text is JSON of this schema, which is an object or a file that holds one. Keys come in the schema's "
+            "order, with spaces as in Python's json.dumps. This setting and the next three need the extra "
+            "`structured` (llguidance).",
         ),
     )
     regex: str | None = field(
         default=None,
-        metadata=_about(
-            "texts", "The text is to match this regular expression as a whole; @FILE takes it from a file."
-        ),
+        metadata=_about("texts", "The whole text matches this regular expression; @FILE reads it from a file."),
     )
     grammar: str | None = field(
         default=None,
         metadata=_about(
             "texts",
-            "The text is to follow this grammar in Lark's notation, from its rule `start` on; @FILE takes it from a "
-            "file.",
+            "The text follows this grammar in Lark's notation, from its rule `start` on; @FILE reads it from a file.",
         ),
     )
     response_format: Mapping[str, Any] | None = field(
         default=None,
         metadata=_about(
             "texts",
-            'The same as OpenAI\'s API has it: {"type": "json_object"}, or {"type": "json_schema", "json_schema": '
-            '{"schema": {...}}}.',
+            'The form of the text as in OpenAI\'s API: {"type": "json_object"}, or {"type": "json_schema", '
+            '"json_schema": {"schema": {...}}}.',
         ),
     )
     logprobs: int | None = field(
         default=None,
         metadata=_about(
             "texts",
-            "Return the log-probability of each token, and of so many of the most likely ones in its place (0 for none "
-            "of these), at most 100.",
+            "Return the log-probability of each token and of this many most likely tokens at its position, in "
+            "[0, 100]; 0 for the token alone.",
         ),
     )
     logprobs_mode: LogprobsMode = field(
         default="raw",
         metadata=_about(
             "texts",
-            "raw is the model's own log-probability, before anything is done to its logits; processed is that of the "
-            "distribution that tokens are drawn from (for a greedy text, after bias, bans and penalties).",
+            "raw is the model's log-probability, from its unchanged logits. processed is that of the distribution from "
+            "which tokens are drawn (for a greedy text, after bias, bans and penalties).",
         ),
     )
     speculative_k: int | Literal["auto"] = field(
         default="auto",
         metadata=_about(
             "proposals",
-            "Tokens that the drafter proposes a round, 0 to verify_width - 1; auto chooses what pays. With the "
-            "rejection sampler a sampled text depends on k, so there auto looks at counts only, never at a clock.",
+            "Number of tokens that the drafter proposes per round, 0 to verify_width - 1. auto chooses the fastest. "
+            "With the rejection sampler a sampled text depends on k, so there auto uses counts only, and no times.",
         ),
     )
     stop: str | Sequence[str] | None = field(
         default=None,
         metadata=_about(
             "texts",
-            "A string, or several (repeat the flag), before the first of which the text ends. It may name special "
+            "A string, or several (repeat the flag). The text ends before the first of them. A stop may name special "
             "tokens, such as <|im_end|>, which the text itself does not show.",
             flag=list[str] | None,
         ),
@@ -366,7 +371,7 @@ class GenerateConfig:
         object.__setattr__(self, "stop", stops)
 
     def _read_form(self) -> None:
-        """Puts the content of files in the place of their names: a text depends on that."""
+        """Replaces names of files by their content, since the text depends on the content."""
         given = [name for name in FORMS if getattr(self, name) is not None]
         if len(given) > 1:
             raise InputError(f"A text has one form: give {' or '.join(given)}, not both.")
@@ -420,7 +425,7 @@ def _content(name: str, path: str) -> str:
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float, min_p: float = 0.0) -> None:
-    """The ranges of what shapes a distribution.
+    """Checks the ranges of temperature, top-k, top-p and min-p.
 
     Raises:
         InputError: For a value outside of them.
@@ -469,6 +474,6 @@ def check_batch_size(batch_size: Any) -> int | Literal["auto"]:
 
 
 def names_of(decides: Decides) -> tuple[str, ...]:
-    """The settings that decide this."""
+    """The names of the settings with this value of `decides`."""
     both = (*fields(LoadConfig), *fields(GenerateConfig))
     return tuple(one.name for one in both if one.metadata["decides"] == decides)

@@ -1,4 +1,4 @@
-"""The one error that a user can mend, and how what others wrote is shown in a terminal."""
+"""`InputError`, for errors that a user can correct, and escaping of control characters for terminals."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ _SHOWN |= {code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)}  # halves o
 
 
 def printable(text: str) -> str:
-    """A text with its control characters escaped, which a terminal would obey; newlines and tabs stay."""
+    """Escapes the control characters of a text, so that a terminal does not obey them. Newlines and tabs stay."""
     return text.translate(_SHOWN)
 
 
 class InputError(ValueError):
     """A setting, file or prompt that cannot be used.
 
-    Its message is one sentence for the person who gave it: what was wrong, the value seen, and what would be right. The
-    command prints it and exits with 2; in Python it is a `ValueError` like any other. What it quotes of files and names
-    may hold anything, so control characters in it are escaped.
+    The message is one sentence for the user: what was wrong, the value seen, and what would be right. The command
+    prints it and exits with 2. In Python it is a `ValueError`. The message may quote files and names, which can hold
+    any character, so its control characters are escaped.
     """
 
     def __init__(self, message: str) -> None:

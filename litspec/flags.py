@@ -1,8 +1,7 @@
-"""Flags from a function's signature. A string arrives as it was typed; only what is not to be a string is parsed.
+"""Flags from a function's signature. Strings arrive as typed; only values of other types are parsed.
 
-jsonargparse would hand every value with a type such as `str | None` to a YAML reader, which takes "###" for a comment
-and "null" for nothing. So each flag gets a converter of its own here; jsonargparse keeps the help, the files of
-`--config` and the commands.
+jsonargparse parses every value with a type such as `str | None` as YAML, which reads "###" as a comment and "null" as
+None. So each flag has its own converter here. jsonargparse does the help, the files of `--config` and the commands.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ _NULLS = ("null", "none", "~")
 
 
 class BadValue(argparse.ArgumentTypeError, ValueError):
-    """A value that a flag cannot take, as a sentence: the former is argparse's, the latter jsonargparse's."""
+    """A value that a flag cannot take. argparse expects the first base class, jsonargparse the second."""
 
 
 class Value:
-    """Makes a flag's value of what was typed, or checks what a file holds in its place.
+    """Converts a typed string to a flag's value, or checks a value from a file.
 
     Args:
-        name: Of the flag.
+        name: Name of the flag.
         hint: Its type.
     """
 
@@ -44,10 +43,10 @@ class Value:
         self.is_object = any(get_origin(part) is Mapping for part in self.parts)
 
     def __call__(self, given: Any) -> Any:
-        """The value; one that has been made already stays as it is.
+        """The value. A value that is converted already is only checked.
 
         Raises:
-            BadValue: It is none of those that the flag takes.
+            BadValue: The flag does not take this value.
         """
         if not isinstance(given, str):
             try:
@@ -78,7 +77,7 @@ class Value:
 
 
 class HelpFormatter(DefaultHelpFormatter):
-    """Tells a flag's type in words."""
+    """Shows a flag's type in words."""
 
     def _get_type_str(self, action: argparse.Action) -> str | None:
         return in_words(action.type.hint, "null") if isinstance(action.type, Value) else super()._get_type_str(action)

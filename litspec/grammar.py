@@ -1,4 +1,4 @@
-"""Texts that a grammar allows: a JSON schema, a regular expression, or a grammar in Lark's notation.
+"""Constrained text: a JSON schema, a regular expression, or a grammar in Lark's notation.
 
 llguidance tells which tokens may come next, and which must (https://github.com/guidance-ai/llguidance). What may come
 behind each token of a proposal is asked before the target verifies it; the grammar then goes back to where the text
@@ -28,10 +28,10 @@ JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexibl
 
 
 class Form(NamedTuple):
-    """What form a text is to have.
+    """The form of a text.
 
     Attributes:
-        setting: The setting that says so.
+        setting: The setting that gives the form.
         source: Its value: JSON of a schema, a regular expression, or Lark.
     """
 
@@ -40,7 +40,7 @@ class Form(NamedTuple):
 
 
 def form_of(settings: GenerateConfig) -> Form | None:
-    """The form that settings ask for; None for any."""
+    """The form that the settings give; None without one."""
     if settings.response_format is not None:
         schema = _schema_of_response(settings.response_format)
         return None if schema is None else Form("json_schema", json.dumps(schema))
@@ -92,7 +92,7 @@ class Grammars:
             ) from error
         self._library: Any = llguidance
         self._vocab_size = codec.config.padded_vocab_size
-        # llguidance wants a token that ends a text. Where there is none it gets one more than the tokenizer has.
+        # llguidance needs a token that ends a text. Without one it gets an additional id.
         self._extra = None if stop_ids else codec.known_ids
         given: Any = (_Sentencepiece if codec.tokenizer.backend == "sentencepiece" else _huggingface)(
             codec, self._extra
@@ -139,7 +139,7 @@ def _huggingface(codec: TextCodec, extra: int | None) -> str:
 
 
 class _Sentencepiece:
-    """What llguidance wants to know of a sentencepiece tokenizer, by its names."""
+    """The interface of a sentencepiece tokenizer that llguidance expects."""
 
     is_tokenizer_wrapper = True
 
@@ -172,7 +172,7 @@ class _Sentencepiece:
         return ids if b"".join(self.tokens[id_] for id_ in ids) == wanted else self._longest(wanted)
 
     def _longest(self, wanted: bytes) -> list[int]:
-        """The longest token that fits, again and again."""
+        """Tokens of a byte string, greedily the longest first."""
         found: list[int] = []
         while wanted:
             size = next((n for n in range(min(len(wanted), self._most), 0, -1) if wanted[:n] in self._ids), 0)
@@ -184,7 +184,7 @@ class _Sentencepiece:
 
 
 class Grammar:
-    """Where one text stands in its grammar; also a stop, see `stopping.Stop`: the text ends where the grammar does.
+    """The state of one text in its grammar. It is also a `stopping.Stop`: the text ends where the grammar ends.
 
     Args:
         matcher: llguidance's, at the beginning.
@@ -200,11 +200,11 @@ class Grammar:
         self._masks: list[bytes] = []  # of the next token, and of those behind each token of the proposal
 
     def forced(self, most: int) -> list[int]:
-        """Tokens that the grammar forces to come next, at most so many."""
+        """The tokens that the grammar forces to come next, up to a limit."""
         return list(self._matcher.compute_ff_tokens()[:most])
 
     def foresee(self, proposal: Sequence[int]) -> None:
-        """Works out what may come behind each token of a proposal.
+        """Computes the masks of allowed tokens behind each token of a proposal.
 
         Raises:
             InputError: The grammar is too much for llguidance.

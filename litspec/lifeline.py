@@ -1,10 +1,10 @@
-"""A rank that another process started ends together with it, from its first moment on.
+"""Ends a rank together with the process that started it, from the rank's first moment on.
 
-The process that starts it keeps one end of a pipe and hands it the other. The system closes the first when the process
-ends, however it does, which can be read at the second. On Linux the system is asked for a signal too, which also ends
-a rank whose threads do not come to run.
+The parent keeps one end of a pipe and passes the other to the rank. When the parent ends, for any reason, the system
+closes its end, and the rank detects it. On Linux the rank also asks for a signal, which works even if its threads
+hang.
 
-This module is imported before all that takes long to import.
+This module is imported before slow imports.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ LOST = 2  # the exit code of a rank that has lost another
 
 
 def describe(descriptor: int) -> str:
-    """What a new process is to find in its environment, by `NAME`."""
-    # The signal comes when the thread that started the process ends, so it is of use from the main thread only.
+    """The value of the environment variable `NAME` for a new process."""
+    # The signal comes when the thread that started the process ends, so only a main thread uses it.
     return f"{descriptor}:{os.getpid()}:{int(threading.current_thread() is threading.main_thread())}"
 
 
 def hold() -> None:
     """Ties this process to the one that started it as a rank, if one did."""
-    given = os.environ.pop(NAME, None)  # what this process starts is no rank
+    given = os.environ.pop(NAME, None)  # must not reach this process's own children
     if given is None:
         return
     descriptor, parent, signalled = (int(part) for part in given.split(":"))
@@ -58,7 +58,7 @@ def env_int(name: str, default: int | None = None) -> int:
     """A whole number from the environment.
 
     Raises:
-        InputError: It is none, or it is missing and there is no default.
+        InputError: The value is not a whole number, or it is missing and there is no default.
     """
     given = os.environ.get(name)
     if given is None and default is not None:
@@ -74,7 +74,7 @@ def env_int(name: str, default: int | None = None) -> int:
 
 
 def check_environment() -> None:
-    """Raises InputError for a rank that is no number: libraries read it when they are imported."""
+    """Raises InputError if a rank variable is not a number. Libraries read these variables on import."""
     for name in os.environ:
         if name in NUMBERS:
             env_int(name)

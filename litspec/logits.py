@@ -1,11 +1,11 @@
-"""What a text's settings do to logits before a token is chosen from them.
+"""Processing of logits by a text's settings: bias, bans and penalties.
 
 The order is: bias and bans, penalties, top-k, temperature, top-p, min-p. The first two are here, the others in
 `litspec.sampling`. Each row of a block sees the prompt, the text, and the proposals before it. Target and drafter
-process alike, so a proposal is judged by the distribution that it would have been drawn from by the target.
+process their logits in the same way.
 
-The counts of a text go along as tensors that change when tokens are committed. What a block's proposals add to them is
-worked out inside of the step. A refused proposal therefore leaves no trace.
+The counts of a text are tensors that change when tokens are committed. The counts of a block's proposals are computed
+inside the step. A refused proposal therefore leaves no trace.
 
 Shapes: R rows of a block, V ids of the target, N words of at most L + 1 tokens.
 """

@@ -1,6 +1,6 @@
-"""Log-probabilities of tokens: of those that were returned, and of the most likely ones in their places.
+"""Log-probabilities of the returned tokens, and of the most likely tokens at their positions.
 
-They are computed where the tokens are chosen, and come to the host together with them, in the one read of a round.
+They are computed where the tokens are chosen, and are copied to the host with them, in the one read per round.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from litspec.types import LogprobsMode
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """One token of a text, and what might have stood in its place.
+    """One token of a text, with the most likely tokens at its position.
 
     Attributes:
         token_id: The token.
@@ -40,9 +40,9 @@ class Measured(NamedTuple):
     """Log-probabilities on the device.
 
     Attributes:
-        own: (..., R) float32, of the tokens.
-        top: (..., R, n) float32, of the most likely ones ...
-        ids: (..., R, n) int64, ... which are these.
+        own: (..., R) float32, log-probabilities of the tokens.
+        top: (..., R, n) float32, log-probabilities of the n most likely tokens.
+        ids: (..., R, n) int64, ids of the n most likely tokens.
     """
 
     own: torch.Tensor
@@ -57,7 +57,7 @@ def measure(logprobs: torch.Tensor, ids: torch.Tensor | None, tokens: torch.Tens
         logprobs: (..., R, K) float32.
         ids: (..., R, K) int64, the token of each column; None where column j is token j.
         tokens: (..., R) int64.
-        n: How many; where K is less the others have -inf.
+        n: Number of most likely tokens. If K is smaller, the rest have -inf.
     """
     if ids is None:
         own = logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
@@ -71,11 +71,11 @@ def measure(logprobs: torch.Tensor, ids: torch.Tensor | None, tokens: torch.Tens
 
 @dataclass(frozen=True)
 class Logprobs:
-    """What of them is wanted.
+    """Which log-probabilities are requested.
 
     Attributes:
-        n: How many of the most likely tokens.
-        mode: "raw" of the model, "processed" of what the tokens were drawn from.
+        n: Number of most likely tokens.
+        mode: "raw" for the model's distribution, "processed" for the distribution that tokens are drawn from.
     """
 
     n: int

@@ -1,4 +1,4 @@
-"""Random numbers from counters: a function of seed, position and purpose or token id, wherever they are asked for."""
+"""Counter-based random numbers: a function of seed, position, and purpose or token id."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def position_keys(seed: int | tuple[torch.Tensor, torch.Tensor], positions: torc
     """Two keys for each position.
 
     Args:
-        seed: Its lowest 64 bits count; or the `seed_words` of a seed for each position, each (R,) int64.
+        seed: An int, of which the lowest 64 bits count, or the `seed_words` of one seed per position, each (R,) int64.
         positions: (R,) int64.
 
     Returns:
         (R, 2) int64, 32 bits each.
     """
-    # The seed is scrambled before a position meets it: seeds 0 and 1 must not share their noise at neighbouring
-    # positions. Two keys a position, since of one key of 32 bits two positions of a long text would have the same
-    # noise, shifted by a few ids. The constants keep zeros apart, which the hash leaves zero.
+    # The seed is hashed before it is combined with a position, so that seeds 0 and 1 do not share noise at neighbouring
+    # positions. There are two keys per position: with one key of 32 bits, two positions of a long text could have the
+    # same noise, shifted by a few ids. The constants are needed because the hash maps 0 to 0.
     low, high = seed_words(seed) if isinstance(seed, int) else seed
     key = lowbias32(positions ^ lowbias32(lowbias32(low ^ 0x9E3779B9) ^ high))
     return torch.stack((key, lowbias32(lowbias32(key ^ 0x85EBCA6B) ^ low)), -1)
@@ -47,7 +47,7 @@ def gumbel_noise(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         ids: (..., R, K) int64, token ids, or fewer dimensions where they are the same.
 
     Returns:
-        (..., R, K) float32; the same number for the same seed, position and id, wherever in a block it is asked for.
+        (..., R, K) float32; the same number for the same seed, position and id, independent of the place in a block.
     """
     bits = lowbias32(lowbias32(ids ^ keys[..., :1]) ^ keys[..., 1:])
     # In (0, 1): a float32 near 1 is coarse, and log1p(-v) wants v below 1.

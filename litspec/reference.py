@@ -1,7 +1,7 @@
 """Speculative decoding in its shortest form, for any two functions from tokens to logits. Read this first.
 
-The engine does the same for many texts over K/V caches. Its texts are these texts (greedy, coupled), or have the same
-law (rejection), and the tests hold it to that.
+The engine does the same for many texts with K/V caches. The tests check that its texts are these texts (greedy,
+coupled) or have the same distribution (rejection).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Model = Callable[[torch.Tensor], torch.Tensor]
 
 
 def propose(draft: Model, text: list[int], k: int, sampler: Sampler) -> tuple[list[int], list]:
-    """Draws k tokens from the draft, one after the other, and keeps what each was drawn from."""
+    """Draws k tokens from the draft, one after the other. Also returns the distribution of each."""
     proposal: list[int] = []
     q = []
     for _ in range(k):
@@ -42,7 +42,7 @@ def generate(
     """The completion of a prompt, without the stop that ended it."""
     text, end = list(prompt), len(prompt) + max_new_tokens
     while len(text) < end:
-        # Propose: never more than could be used, as the round ends with a token of the target's own.
+        # Propose: at most what can be used, since each round ends with a token of the target's own.
         m = min(k, end - len(text) - 1)
         sampler.start_round(len(text))
         proposal, q = propose(draft, text, m, sampler)

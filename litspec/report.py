@@ -1,4 +1,4 @@
-"""What a text cost and where its tokens came from: statistics, tinted text, plots."""
+"""Statistics of a text and the origin of its tokens: numbers, tinted text, plots."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class Stats:
         new_tokens: Tokens of the completion.
         rounds: Rounds after the prefill.
         proposed: Tokens proposed, up to the end of the text.
-        accepted: How many of them the target took.
+        accepted: Number of accepted proposals.
         acceptance_rate: accepted / proposed, 0.0 where none was proposed.
-        tokens_per_round: Block efficiency: tokens that came from rounds (all but the prefill's), per round.
+        tokens_per_round: Block efficiency: tokens per round, without the first token, which the prefill gives.
         prefill_seconds: From the beginning to the first token.
         decode_seconds: From the first token to the last.
         tokens_per_second: Tokens after the first, per second of decoding.
-        draft_seconds: Of decoding, spent proposing (host time).
-        verify_seconds: Of decoding, spent verifying (host time).
+        draft_seconds: Part of `decode_seconds` spent proposing (host time).
+        verify_seconds: Part of `decode_seconds` spent verifying (host time).
         rounds_without_proposal: Share of rounds in which nothing was proposed.
-        accepted_by_position: For each position in a block, how many proposals there were accepted ...
-        proposed_by_position: ... of how many.
-        tokens_per_round_histogram: Rounds that brought 1, 2, 3, ... tokens.
+        accepted_by_position: Number of accepted proposals at each position of a block.
+        proposed_by_position: Number of proposals at each position of a block.
+        tokens_per_round_histogram: Number of rounds with 1, 2, 3, ... tokens.
     """
 
     new_tokens: int = 0
@@ -126,7 +126,7 @@ class Piece(NamedTuple):
 
     Attributes:
         text: Whole characters: of one token, or of several where one alone is only part of a character.
-        drafted: Whether all of its tokens were drafted and accepted; else the target's own had a part in it.
+        drafted: Whether all of its tokens were drafted and accepted. Else the target chose at least one of them.
     """
 
     text: str

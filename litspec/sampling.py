@@ -214,8 +214,8 @@ class Sampler:
 
     Args:
         sampling: The settings.
-        banned: Token ids that have probability 0 ...
-        banned_until: ... at positions before this one.
+        banned: Token ids that have probability 0 before position `banned_until`.
+        banned_until: First position at which `banned` is not applied.
         seed: Any integer, whose lowest 64 bits count. None: the rejection sampler takes torch's global generator, for
             callers that seed that; for the coupled sampler it is 0.
         processor: Of the text's logits; None to take them as they are.
@@ -576,8 +576,8 @@ def make_sampler(
     Args:
         sampling: The settings; temperature 0 or top_p 0 is greedy with either sampler.
         seed: Of this text; any integer, its lowest 64 bits count.
-        banned: Ids of probability 0 ...
-        banned_until: ... at positions before this one.
+        banned: Token ids that have probability 0 before position `banned_until`.
+        banned_until: First position at which `banned` is not applied.
         processor: Of the text's logits; None to take them as they are.
         logprobs: Which log-probabilities are wanted with the tokens; None for none.
     """

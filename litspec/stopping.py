@@ -19,7 +19,7 @@ class Verdict(NamedTuple):
     """Counts from the first token of the completion.
 
     Attributes:
-        safe: Tokens that are certain to stay: all but those that may yet belong to a stop.
+        safe: Number of tokens that are certain to stay, that is, that cannot become part of a stop.
         end: None, or the tokens up to and including the stop, which has then been found and takes back all behind
             `safe`.
     """
@@ -59,7 +59,7 @@ def stop_sequences(stop_tokens: Iterable[Any]) -> tuple[tuple[int, ...], ...]:
     sequences = []
     for item in stop_tokens:
         item = item.tolist() if hasattr(item, "tolist") else item
-        # A tokenizer without EOS hands on None; it stops nothing.
+        # A tokenizer without EOS gives None, which stops nothing.
         ids = [i for i in (item if isinstance(item, Iterable) else [item]) if i is not None]
         if not ids and item not in (None, [None], (None,)):
             raise InputError("stop_tokens holds an empty sequence; each stop must have at least one token id.")
@@ -121,10 +121,10 @@ class StopTokens:
 
 
 class _Needles:
-    """Strings that are looked for in a text that grows.
+    """Searches for strings in a growing text.
 
     Args:
-        strings: What to look for.
+        strings: The strings to search for.
     """
 
     def __init__(self, strings: Iterable[str]) -> None:
@@ -194,8 +194,8 @@ class StopStrings:
     their ids. Where it is cut, what they would have shown is not part of the text.
 
     Attributes:
-        safe_chars: Characters of the text that no stop can take back any more; once a stop has been found, where the
-            text is cut.
+        safe_chars: Number of characters that no stop can remove any more. After a stop was found, the length of the
+            text.
 
     Args:
         strings: The stop strings.

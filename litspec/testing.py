@@ -1,4 +1,4 @@
-"""Does a drafter keep its promises? For whoever writes one, and for `litspec verify`.
+"""Checks of drafters and samplers, for authors of drafters and for `litspec verify`.
 
 A text does not show most faults of a drafter: verification hides them, they only cost speed. So these checks look at
 the proposals themselves.
@@ -22,9 +22,9 @@ from litspec.sampling import Distribution, Rejection, Sampler, Sampling, Verifie
 if TYPE_CHECKING:
     from litspec.llm import SpecLLM
 
-# A fair drafter fails a check at this level once in a million.
+# Significance level: a correct drafter fails a check once in a million.
 P_VALUE = 1e-6
-# Distributions after the same tokens may differ by rounding, which narrow and wide blocks do in their own way.
+# Distributions after the same tokens may differ by rounding, which depends on the width of the block.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 
 
@@ -63,7 +63,7 @@ def g_test(counts: torch.Tensor, probs: torch.Tensor) -> GTest:
 
 
 class _Text:
-    """One text with its target and draft sessions, in which proposals are accepted by script."""
+    """One text with its target and draft sessions. A script says how many proposals are accepted."""
 
     def __init__(
         self, llm: SpecLLM, drafter: Drafter, tokens: Sequence[int], max_length: int, sampler: Sampler
@@ -122,12 +122,12 @@ def honesty(
     proposal; there is nothing to test.
 
     Args:
-        drafter: Who is asked.
+        drafter: The drafter to test.
         llm: The target.
-        contexts: Token ids of each, at least two.
-        sampling: Not greedy; None for temperature 1.
-        draws: Per context.
-        seed: Of the draws.
+        contexts: Token ids of each context, at least two.
+        sampling: Sampling other than greedy; None for temperature 1.
+        draws: Draws per context.
+        seed: Seed of the draws.
         progress: Called after each context.
     """
     results = []
@@ -170,7 +170,7 @@ def check_drafter(
     draws: int = 4096,
     seed: int = 0,
 ) -> None:
-    """Checks that a drafter keeps the protocol's promises, and says which it broke.
+    """Checks that a drafter follows the protocol, and reports each violation.
 
     - k is respected, and proposals are ids of the target with proper distributions.
     - Rollback: after rounds in which the target took any part of a proposal, it drafts as a fresh session does that was
@@ -180,12 +180,12 @@ def check_drafter(
     - Honesty: tokens come from the distribution that is reported (`honesty`).
 
     Args:
-        drafter: Who is checked.
-        llm: The target it drafts for, as `SpecLLM.load` gives it; its own drafter does not matter.
+        drafter: The drafter to check.
+        llm: A loaded target. Its own drafter is not used.
         contexts: Token ids to begin texts with; None for random ones, some with repetitions.
         rounds: Scripted rounds per text.
-        draws: Per context for the test of honesty; 0 leaves it out.
-        seed: Of everything random here.
+        draws: Draws per context for the test of the reported distribution; 0 leaves it out.
+        seed: Seed of all random choices.
 
     Raises:
         AssertionError: With a sentence for each broken promise.
@@ -287,8 +287,8 @@ def accept_rule_test(verify: Callable[..., Verified] | None = None, draws: int =
 
     Args:
         verify: A function like `Rejection.verify`, bound; None for the real one.
-        draws: Rounds played.
-        seed: Of tables and draws.
+        draws: Number of rounds.
+        seed: Seed of tables and draws.
     """
     generator = torch.Generator().manual_seed(seed)
     sampler = Rejection(Sampling(), seed=seed)
@@ -297,7 +297,7 @@ def accept_rule_test(verify: Callable[..., Verified] | None = None, draws: int =
     draft = 1.5 * torch.randn(2, 8, generator=generator)
     counts = torch.zeros(8, dtype=torch.int64)
     for draw in range(draws):
-        # Every round stands at positions of its own, as in a text.
+        # Every round has its own positions, as in a text.
         position = draw * len(logits)
         pairs = [sampler.draw(row.unsqueeze(0), position + i) for i, row in enumerate(draft)]
         tokens = torch.cat([token for token, _ in pairs])

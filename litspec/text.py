@@ -1,4 +1,4 @@
-"""Text in, text out: the target's prompt style, tokenizer and stops, and text that appears as tokens come.
+"""Encoding of prompts and decoding of texts: prompt style, tokenizer, stops, and incremental detokenization.
 
 Encoding is LitGPT's own, BOS included. Decoding is the tokenizer's own for a whole text; `Detokenizer` gives the same
 text piece by piece, and never a piece that a later token could change.
@@ -103,7 +103,7 @@ class TextCodec:
             InputError: As of `encode`.
         """
         try:
-            text.encode()  # the tokenizers take half of a surrogate pair for no string at all
+            text.encode()  # the tokenizers do not accept half of a surrogate pair
             ids = self.tokenizer.encode(text)
         except UnicodeEncodeError as error:
             raise InputError("The prompt is not valid Unicode: it holds half of a surrogate pair.") from error
@@ -265,7 +265,7 @@ def _prompt_style(checkpoint_dir: Path, config: Config, trusted: bool) -> Prompt
 
 
 def _class_path(path: Path) -> str:
-    """What the file names, with nothing of it imported or called."""
+    """The names in the file. Nothing is imported or called."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         found = content["class_path"]
@@ -323,19 +323,19 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """All that has been released."""
+        """The text released so far."""
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is held back: all tokens so far are whole characters."""
+        """Whether all tokens so far form whole characters, so that nothing is held back."""
         return self._settled[-1] == len(self._settled) - 1
 
     @property
     def held(self) -> str:
-        """What is held back, as it would be if the text ended here."""
+        """The text held back, decoded as if the text ended here."""
         n = len(self._settled) - 1
         m = self._settled[n]
         if m == n:

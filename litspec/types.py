@@ -1,5 +1,4 @@
-"""The choices that settings offer, by name; in a module that imports nothing, so that the command can list them at
-once."""
+"""The choices of settings, by name. This module imports nothing slow, so that the command can list them at once."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ def main(
     if smol:
         with tempfile.TemporaryDirectory() as folder:
             llm = SpecLLM.load(smol_target(Path(folder) / "smol"), precision="bf16-true", accelerator="cpu")
-        new, prompts = 24, prompts[:32]
+        prompts = prompts[:32]
         written = llm.with_drafter("none").generate(prompts, batch_size=16, max_new_tokens=new, **GREEDY)
         whole = [llm.codec.encode(prompt).tolist() + text.token_ids for prompt, text in zip(prompts, written)]
         llm.drafter = SimulatedDrafter(Free(), whole, 0.7, llm.placed.model.config.vocab_size)

@@ -7,7 +7,7 @@ Stages, each of which goes on where it was ended:
 
     tune      fine-tunes the embedded target by cross-entropy until its perplexity on held-out modules has halved
     distill   trains the shipped draft for the tuned target, as a user would: prompts of both kinds, old ones mixed in
-    report    generates held-out prompts with litspec and prints a table: tokens a round, speeds, and what was recovered
+    report    generates held-out prompts with litspec and prints a table: tokens per round, speed, share recovered
 
 Words: *stale* is the shipped draft with the tuned target; the *reference* is the shipped draft with the target that it
 was made for, on that one's own text. Recovered is (distilled - stale) / (reference - stale).
@@ -124,7 +124,7 @@ def train(target: Path, out: Path, old_text: Path, codec: TextCodec, minutes: fl
 
 
 def served(pairs: dict[str, SpecLLM], prompts: list[str], k: int | str) -> dict[str, dict[str, float]]:
-    """Tokens a round and tokens a second of several pairs, which take turns on each prompt."""
+    """Tokens per round and tokens per second of several pairs, which take turns on each prompt."""
     counts = {name: [0.0, 0.0, 0.0] for name in pairs}
     for index, prompt in enumerate(["warm up", *prompts]):
         for name, llm in pairs.items():

@@ -1,4 +1,4 @@
-"""Tokens a second and peak memory as the context grows, beside LitGPT's `GPT` with the same weights in one process.
+"""Tokens per second and peak memory as the context grows, beside LitGPT's `GPT` with the same weights in one process.
 
     python scripts/bench_growth.py --plot growth.png            contexts of 512, 2,048, 8,192 and 32,768 positions
     python scripts/bench_growth.py --contexts 512,4096 --output_format json
@@ -216,7 +216,7 @@ def tables(rows: list[Row], growths: list[Growth], bandwidth: float) -> list[Tab
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Steps of one row: tokens a second on the left, peak memory on the right."""
+    """Steps of one row: tokens per second on the left, peak memory on the right."""
     from matplotlib.figure import Figure
 
     rows = [row for row in rows if row.width == 1]
@@ -244,7 +244,7 @@ def plot(rows: list[Row], path: Path) -> None:
         line(memory, name, [row.step_bytes[name] / 2**20 for row in rows], f"{name}, a step", "--")
     speed.set_ylim(0, 1.15 * max(row.tokens_per_second(name) for row in rows for name in MODELS))
     speed.legend(frameon=False, loc="upper right")
-    speed.set_title("Decoding, one row a step", loc="left", fontsize=11)
+    speed.set_title("Decoding, one row per step", loc="left", fontsize=11)
     speed.set_ylabel("tokens / s")
     speed.yaxis.set_major_formatter("{x:,g}")
     memory.set_yscale("log")

@@ -205,7 +205,7 @@ def main(
     """Compares the peers on the embedded pair.
 
     Args:
-        k: Proposals a round, for every peer.
+        k: Proposals per round, for every peer.
         max_new_tokens: Tokens of each text.
         repeats: Turns.
         threads: Threads of torch; by default as many as it takes.

@@ -286,7 +286,7 @@ def check_guarantee(stage: Stage, setup: Setup) -> None:
 
 
 def rates(ways: dict[str, Callable[[], int]], setup: Setup) -> dict[str, float]:
-    """Tokens a second of functions that take turns and return how many they made."""
+    """Tokens per second of functions that take turns and return how many they made."""
     tokens = {name: way() for name, way in ways.items()}
     return {name: tokens[name] / taken for name, taken in interleaved(ways, setup.repeats, setup.device).items()}
 
@@ -327,7 +327,9 @@ def measure_decoding(stage: Stage, mode: str, llm: SpecLLM, setup: Setup) -> Non
         rounds = latest[name].blocks[1:]
         verifying = fmean(parts.verify_for(block.proposed, plain=name == "plain") for block in rounds)
         ideal = gain * plain_step / (verifying + stats.proposed / stats.rounds * draft)
-        note = f"{speedup:.2f} x plain, ideal {ideal:.2f}, efficiency {speedup / ideal:.2f}; {gain:.2f} tokens a round"
+        note = (
+            f"{speedup:.2f} x plain, ideal {ideal:.2f}, efficiency {speedup / ideal:.2f}; {gain:.2f} tokens per round"
+        )
         numbers = dict(speedup=speedup, ideal=ideal, efficiency=speedup / ideal, tokens_per_round=gain)
         stage.number(f"{mode}, {name}", f"{speed:.1f} tokens/s", note, tokens_per_second=speed, **numbers)
     read, copied = parts.weight_bandwidth, parts.copy_bandwidth
@@ -508,7 +510,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("gpu_check.json"), help="the JSON file to write")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--stages", default="1,2,3,4", help="which ones")
-    parser.add_argument("--k", type=int, choices=range(1, WIDTH), default=4, help="proposals a round")
+    parser.add_argument("--k", type=int, choices=range(1, WIDTH), default=4, help="proposals per round")
     parser.add_argument("--max_new_tokens", type=int, default=48, help="tokens of each text")
     parser.add_argument("--scratch", help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=int, help=argparse.SUPPRESS)

@@ -65,8 +65,9 @@ def alone(precision: str, drafter: str, way: str, number: int) -> list[int]:
     return llm.generate(PROMPTS[number], index=number, **asked(way)).token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     slots=st.integers(1, 17),
     drafter=st.sampled_from(["draft_model", "draft_model", "lookup_then_model", "early_exit", "prompt_lookup"]),
@@ -215,6 +216,7 @@ def peak_bytes() -> Callable[[Callable[[], object]], int]:
     return module.peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("vocab", "slots", "room", "sampling"),
     [
@@ -234,7 +236,7 @@ def test_the_memory_of_texts_is_predicted_within_a_tenth(
     assert placed.most_rows >= placed.rows[-1]  # measured before
     rng = random.Random(0)
     texts = [
-        request(placed, drafter, sampling, k=7, new=30, seed=i, prompt=[rng.randrange(vocab) for _ in range(room - 40)])
+        request(placed, drafter, sampling, k=7, new=10, seed=i, prompt=[rng.randrange(vocab) for _ in range(room - 20)])
         for i in range(slots)
     ]
 

@@ -106,7 +106,7 @@ PARTS = Parts(
 def test_speedup_ideal_and_efficiency_are_those_of_the_definitions() -> None:
     runs = [Run("none", 0, 1), Run("none", 0, 2), Run("draft_model", 4, 8), Run("prompt_lookup", "auto", 8)]
     measured = [
-        # Of three turns one text each; seconds a token: 11, 10, 10.
+        # Of three turns one text each; seconds per token: 11, 10, 10.
         [[text(220.0, 20, 20)], [text(200.0, 20, 20)], [text(200.0, 20, 20)]],
         # 13.2, 12.5, 12.5
         [[text(264.0, 20, 20)], [text(250.0, 20, 20)], [text(250.0, 20, 20)]],
@@ -180,8 +180,8 @@ def test_advice_says_why_plain_decoding_is_faster() -> None:
     runs.append(Run("draft_model", 4, 8, tokens_per_round=1.5, proposed_per_round=3.5, speedup=0.75))
     advice = advise(runs, PARTS)
     assert advice.startswith("Plain decoding is faster (--drafter none), because the best drafter ")
-    # 1.5 tokens a round at 0.75 of plain decoding's speed: a round takes two plain steps.
-    assert "(draft_model, k = 4) brings 1.50 tokens a round, and its round takes 2.00 plain steps" in advice
+    # 1.5 tokens per round at 0.75 of plain decoding's speed: a round takes two plain steps.
+    assert "(draft_model, k = 4) brings 1.50 tokens per round, and its round takes 2.00 plain steps" in advice
     assert advice.endswith("(its parts: 1.20 to verify, 0.70 to draft).")
     assert "\n" not in advice
 
@@ -256,6 +256,7 @@ def test_runs_take_turns_text_by_text(llm: SpecLLM, monkeypatch: pytest.MonkeyPa
     assert ticks == [(i, len(calls) + 1) for i in range(len(calls) + 2)]  # the parts are one of them
 
 
+@pytest.mark.slow
 def test_plain_decoding_has_weights_laid_out_for_one_row(
     capsys: pytest.CaptureFixture[str], pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,6 +353,7 @@ def right_share(completions: list[Completion]) -> float:
     return accepted / (accepted + sum(block.accepted < block.proposed for block in rounds))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [GREEDY, COUPLED], ids=["greedy", "coupled"])
 @pytest.mark.parametrize(
     ("drafter", "k"),
@@ -414,6 +416,7 @@ def test_texts_of_one_length_are_corrupted_at_places_of_their_own(llm: SpecLLM) 
     assert proposals(Script(), [[199] * 50], 0.0, 200) == [[0] * 50]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [GREEDY, COUPLED], ids=["greedy", "coupled"])
 def test_simulated_texts_stop_where_the_target_stops(tmp_path: Path, settings: dict[str, Any]) -> None:
     weights = lively_weights(tiny_config(), seed=3)
@@ -457,6 +460,7 @@ def numbers(value: Any) -> list[float]:
     return [value] if isinstance(value, (int, float)) else []
 
 
+@pytest.mark.slow
 def test_json_is_complete_finite_and_agrees_with_itself(
     capsys: pytest.CaptureFixture[str], pair: tuple[Path, Path]
 ) -> None:
@@ -493,6 +497,7 @@ def test_json_is_complete_finite_and_agrees_with_itself(
     assert f"{best['drafter']}" in report["advice"] and f"{best['k']}" in report["advice"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [[], ["--temperature", 0.8, "--sampler", "coupled"]], ids=["greedy", "coupled"])
 def test_a_simulated_run_of_the_command(
     capsys: pytest.CaptureFixture[str], pair: tuple[Path, Path], settings: list[Any]

@@ -245,6 +245,7 @@ def test_help_explains_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
 LONG = ["generate", "--prompt", PROMPT, "--max_new_tokens", "900", "--temperature", "1.0", "--drafter", "none"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_was_printed_and_exits_130() -> None:
     process = subprocess.Popen([*LITSPEC, *LONG], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     first = process.stdout.read(1)
@@ -255,6 +256,7 @@ def test_ctrl_c_keeps_what_was_printed_and_exits_130() -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_ends_quietly() -> None:
     process = subprocess.Popen([*LITSPEC, *LONG], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.read(1)
@@ -275,6 +277,7 @@ def test_a_draft_with_another_padded_vocabulary_works(
         assert json.loads(out)["token_ids"] == target_alone(target, "abc", 50)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
 def test_a_stdout_that_lacks_a_character_loses_no_text(pair: tuple[Path, Path], encoding: str) -> None:
     flags = ["generate", "--checkpoint_dir", str(pair[0]), "--prompt", "\u2603 abc", "--include_prompt"]

@@ -55,6 +55,7 @@ def decode(llm: SpecLLM, mode: str, **settings: Any) -> list[list[int]]:
     return [out.token_ids for out in llm.generate(PROMPTS, **settings)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["greedy", "coupled"])
 def test_a_compiled_text_is_the_same_with_every_drafter_and_every_k(llm: SpecLLM, mode: str) -> None:
     alone = decode(llm.with_drafter("none"), mode)
@@ -66,6 +67,7 @@ def test_a_compiled_text_is_the_same_with_every_drafter_and_every_k(llm: SpecLLM
         assert decode(llm.with_drafter(drafter, exit_layer=1), mode, speculative_k=k) == alone, (drafter, k)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_graphs_are_built_before_the_first_token_and_serve_every_text(
     llm: SpecLLM, mode: str, monkeypatch: pytest.MonkeyPatch
@@ -90,6 +92,7 @@ def test_graphs_are_built_before_the_first_token_and_serve_every_text(
     assert len(texts) == (1 if mode == "greedy" else 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [3, "auto"])
 def test_a_seed_gives_one_text_with_the_rejection_sampler(pair: tuple[Path, Path], llm: SpecLLM, k: Any) -> None:
     # The first text builds its steps, of which the sampler's numbers must know nothing.
@@ -105,6 +108,7 @@ def test_a_seed_gives_one_text_with_the_rejection_sampler(pair: tuple[Path, Path
     assert decode(llm, "rejection", **settings) == first
 
 
+@pytest.mark.slow
 def test_a_compiled_text_is_what_uncompiled_steps_write(llm: SpecLLM, pair: tuple[Path, Path]) -> None:
     # Bits differ between the modes, by 1e-6 here; the greedy choices of these texts are further apart.
     plain = SpecLLM.load(*pair, verify_width=WIDTH, precision="32-true")
@@ -113,6 +117,7 @@ def test_a_compiled_text_is_what_uncompiled_steps_write(llm: SpecLLM, pair: tupl
     assert plain.compile_seconds == 0
 
 
+@pytest.mark.slow
 def test_a_longer_text_builds_what_it_needs_at_its_beginning(pair: tuple[Path, Path], tmp_path: Path) -> None:
     config = tiny_config(block_size=1200)
     target = write_checkpoint(tmp_path / "target", config, weights=lively_weights(config))
@@ -127,6 +132,7 @@ def test_a_longer_text_builds_what_it_needs_at_its_beginning(pair: tuple[Path, P
     assert llm.generate("abcabc", **settings).token_ids == short.token_ids
 
 
+@pytest.mark.slow
 def test_stop_tokens_are_banned_in_a_graph_as_long_as_they_are_to_be(llm: SpecLLM) -> None:
     vocab, eos = 264, llm.codec.stop_tokens[0][0]
     logits = torch.zeros(WIDTH, vocab)
@@ -214,6 +220,7 @@ class ReportingSession(DraftSession):
         return Proposal(tokens.view(-1), Distribution(kept, ids))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "taps"), [("sparse", ()), ("dense", ()), ("short", ()), ("none", (1, -1)), ("sparse", (0,))]
 )
@@ -240,6 +247,7 @@ def test_a_drafter_of_the_callers_own_may_report_q_and_see_states(
         assert out.stats.proposed > 0 and (len(llm.runner), graphs(llm)) == (built[0], built), mode
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["greedy", "coupled"])
 def test_a_compiled_batch_has_one_graph_for_any_number_of_texts(llm: SpecLLM, mode: str) -> None:
     plain = decode(llm.with_drafter("none"), mode, batch_size=3)
@@ -251,6 +259,7 @@ def test_a_compiled_batch_has_one_graph_for_any_number_of_texts(llm: SpecLLM, mo
     assert graphs(llm) == built
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection of all ids"])
 def test_whatever_form_q_has_the_steps_are_built_before_the_first_token(
     llm: SpecLLM, mode: str, monkeypatch: pytest.MonkeyPatch
@@ -311,6 +320,7 @@ def test_any_k_is_split_into_pieces() -> None:
     assert Runner().split(7, binary) == [7] and Runner().pieces((7, 4), 1) == (7, 4)
 
 
+@pytest.mark.slow
 def test_long_draft_steps_share_no_graph(
     llm: SpecLLM, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,6 +383,7 @@ RULES: dict[str, Any] = dict(
 )
 
 
+@pytest.mark.slow
 def test_bias_bans_penalties_and_grammars_are_inputs_of_a_graph_and_change_no_text_by_drafting(llm: SpecLLM) -> None:
     mode, rules = "coupled", dict(RULES)
     if find_spec("llguidance") is not None:
@@ -387,6 +398,7 @@ def test_bias_bans_penalties_and_grammars_are_inputs_of_a_graph_and_change_no_te
     assert graphs(llm) == drafting and drafting > built
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_those_of_uncompiled_steps(llm: SpecLLM, pair: tuple[Path, Path]) -> None:
     settings: dict[str, Any] = dict(max_new_tokens=12, temperature=0, logprobs=2, speculative_k=3)
     out = llm.with_drafter("prompt_lookup").generate("abcabc", **settings)

@@ -231,6 +231,7 @@ def test_transformers_reads_the_same_ids_from_the_tokenizer_files() -> None:
     assert tokenizer.eos_token == "<|endoftext|>"
 
 
+@pytest.mark.slow
 def test_the_target_knows_english_better_than_a_compressor_and_keeps_the_thread(held_out_tokens: torch.Tensor) -> None:
     target = load(DEMO_TARGET)
     tokens = held_out_tokens.long()[: target.config.block_size + 1]
@@ -258,6 +259,7 @@ def test_the_draft_foresees_the_greedy_target_and_the_text_is_the_targets(
     assert len(rates) == 20 and statistics.mean(rates) >= 0.60
 
 
+@pytest.mark.slow
 def test_the_draft_foresees_the_sampled_target_and_the_text_does_not_loop(
     pair: tuple[GPT, GPT], prompts: list[torch.Tensor]
 ) -> None:
@@ -274,6 +276,7 @@ def test_the_draft_foresees_the_sampled_target_and_the_text_does_not_loop(
     assert statistics.mean(distinct) >= 0.8
 
 
+@pytest.mark.slow
 def test_a_draft_step_is_several_times_cheaper(pair: tuple[GPT, GPT]) -> None:
     # The fastest of many, in turns, so that a busy machine disturbs both alike; the README's figure is the median.
     fastest = [math.inf, math.inf]
@@ -302,6 +305,7 @@ def corpus(folder: Path, holdout_text: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_two_fast_runs_give_equal_weights_whatever_the_holdout_says(script: ModuleType, tmp_path: Path) -> None:
     # Equal weights from other held-out texts: nothing of that file reaches tokenizer, target or draft.
     texts = "The old friend walked slowly. " * 200, HELD_OUT

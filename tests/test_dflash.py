@@ -435,6 +435,7 @@ def test_the_command_takes_a_published_folder_as_draft_dir(tmp_path: Path, capsy
     assert "target of 4 layers, but this target has 2" in sentence and "Traceback" not in sentence
 
 
+@pytest.mark.slow
 def test_a_head_on_a_compiled_target_drafts_the_same_and_changes_no_text(tmp_path: Path) -> None:
     llm = SpecLLM.load(*published_pair(tmp_path), accelerator="cpu", verify_width=4, compile=True)
     for settings in (dict(temperature=0), dict(temperature=0.9, top_k=20, sampler="coupled")):
@@ -508,6 +509,7 @@ def llm() -> SpecLLM:
     return SpecLLM.load(drafter="none", precision="32-true")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_head_keeps_the_promises_that_anybody_s_must(llm: SpecLLM, version: str) -> None:
     check_drafter(random_head(llm, version), llm, rounds=3, draws=300)

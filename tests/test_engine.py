@@ -17,6 +17,7 @@ from engines import (
     GREEDY,
     PROMPT,
     REJECTION,
+    SEED,
     TARGET,
     VOCAB,
     complete,
@@ -28,14 +29,16 @@ from engines import (
 from host_reads import HostReads
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from litspec import SpecLLM
 from litspec.drafters import Drafter, DraftSession, FixedK, Proposal, make_drafter
 from litspec.engine.engine import Engine
 from litspec.engine.sequence import Block
 from litspec.errors import InputError
+from litspec.model import GPT
 from litspec.placement import Single
-from litspec.sampling import Distribution, Sampling
+from litspec.sampling import Distribution, Sampling, make_sampler
 
 PLACED = place()
 ROOM = 60
@@ -228,19 +231,57 @@ def test_a_text_in_the_middle_may_be_cancelled_and_the_others_stay():
                 assert results[handles[i]] == alone(number, "draft_model", REJECTION)
 
 
-def test_a_slot_that_has_read_a_prompt_gets_the_text_with_that_prompt(monkeypatch):
-    placed = place()
+def recorded(monkeypatch: pytest.MonkeyPatch, model: GPT) -> tuple[list[Tensor], list[Tensor]]:
+    """The tokens of all calls of `prefill` and of `verify` from now on."""
+    found: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for name, calls in zip(("prefill", "verify"), found):
+        call = getattr(model, name)
+        monkeypatch.setattr(
+            model, name, lambda idx, *args, own=call, calls=calls, **kw: (calls.append(idx), own(idx, *args, **kw))[1]
+        )
+    return found
+
+
+@pytest.mark.parametrize("number", [3, 4])  # read in rounds, and in a chunk
+def test_a_slot_that_has_read_a_prompt_gets_the_text_with_that_prompt(monkeypatch, number):
+    placed, want = place(), alone(number, "none", GREEDY)
     engine, made = open_engine("none", 3, placed)
-    for number in (1, 3, 5):
-        engine.add(request(placed, made, GREEDY, **TEXTS[number]))
+    for each in (1, number, 5):
+        engine.add(request(placed, made, GREEDY, **TEXTS[each]))
     play(engine)
-    read, prefill = [], placed.model.prefill
-    monkeypatch.setattr(
-        placed.model, "prefill", lambda idx, *args, **kw: (read.append(idx), prefill(idx, *args, **kw))[1]
-    )
-    handle = engine.add(request(placed, made, GREEDY, **TEXTS[3]))
-    assert play(engine)[handle] == alone(3, "none", GREEDY)
+    read, verified = recorded(monkeypatch, placed.model)
+    handle = engine.add(request(placed, made, GREEDY, **TEXTS[number]))
+    blocks = play(engine)[handle]
+    assert blocks == want
     assert read == []
+    # The first thing that ran was the text's first token.
+    assert verified[0][0, 0] == blocks[0].tokens[0]
+
+
+@pytest.mark.parametrize(("length", "rounds"), [(1, 1), (8, 1), (9, 2), (16, 2), (17, 0)])
+def test_a_short_prompt_is_read_in_the_rounds_of_the_texts_that_run(monkeypatch, length, rounds):
+    placed = place()
+    prompt = random.Random(length).choices(range(VOCAB), k=length)
+    want = complete("draft_model", COUPLED, placed=placed, prompt=prompt, new=12, k=3)
+    engine, made = open_engine("draft_model", 2, placed)
+    engine.add(request(placed, made, COUPLED, prompt=TEXTS[1]["prompt"], new=40, k=3))
+    engine.step()
+    engine.step()
+    assert placed.most_rows >= 16  # measured, by forwards that are not to be counted
+    read, verified = recorded(monkeypatch, placed.model)
+    handle = engine.add(request(placed, made, COUPLED, prompt=prompt, new=12, k=3))
+    blocks, steps = [], 0
+    while not blocks:
+        blocks += [block for number, block in engine.step().items() if number == handle]
+        steps += 1
+    assert len(verified) == steps == max(1, rounds)  # one forward for both texts in each step
+    assert len(read) == (0 if rounds else 1)
+    blocks += play(engine)[handle]
+    assert blocks == want
+    # The first token is the one that LitGPT's own model finds likeliest, with the noise of its position.
+    logits = litgpt_model(placed.model)(torch.tensor([prompt]))[0, -1:]
+    sampler = make_sampler(COUPLED, seed=SEED)
+    assert int(sampler.verify(logits, length, torch.empty(0, dtype=torch.int64)).tokens[0]) == want[0].tokens[0]
 
 
 def test_a_step_is_one_round_and_k_is_chosen_once_before_each():

@@ -29,6 +29,7 @@ def model() -> Any:
     return gpu_check.near_tied_pair(SETUP, n_layer=2).placed.model
 
 
+@pytest.mark.slow
 def test_every_stage_runs_holds_and_has_numbers(tmp_path: Path) -> None:
     # With k = 1 there are fewest graphs to build.
     command = [sys.executable, str(SCRIPT), "--device", "cpu", "--k", "1", "--max_new_tokens", "24"]

@@ -215,6 +215,7 @@ def points(job: Callable[..., int], monkeypatch: pytest.MonkeyPatch, **settings:
     return 10**6 - counting.left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_samples", [1, 2])
 def test_a_job_that_ended_at_any_call_is_resumed_to_the_same_file(
     job: Callable[..., int], quick: Quick, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_samples: int
@@ -869,6 +870,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
         time.sleep(0.002)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 8])
 def test_a_job_killed_at_20_random_moments_ends_with_the_file_of_an_undisturbed_one(
     real: RealJob, tmp_path: Path, batch_size: int

@@ -235,6 +235,7 @@ def test_room_made_beforehand_serves_all_texts_that_fit(llm: SpecLLM, monkeypatc
     assert made == [600, 600]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt_size", [5, 100])
 def test_200_tokens_of_a_sliding_window_model_are_those_of_transformers(tmp_path: Path, prompt_size: int) -> None:
     config, weights, reference = build("mistral")
@@ -367,10 +368,10 @@ def test_streams_of_any_bytes_join_to_the_text(llm: SpecLLM) -> None:
 def test_nothing_is_streamed_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path]) -> None:
     llm = SpecLLM.load(*pair)
     rows = count_rows(monkeypatch, llm.placed.model)
-    stream = llm.generate("abc", stream=True)
+    stream = llm.generate("abc" * 8, stream=True)  # too long to be read in a round
     assert rows == []
     next(stream)
-    assert rows == [3] and stream.completion is None
+    assert rows == [24] and stream.completion is None
 
 
 def test_two_streams_of_one_object_take_turns_without_disturbing_each_other(llm: SpecLLM) -> None:
@@ -535,6 +536,7 @@ def peak_megabytes() -> float:
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
 
 
+@pytest.mark.slow
 def test_memory_does_not_creep_in_200_generations(tmp_path: Path) -> None:
     ids = byte_level_chain()[1]
 

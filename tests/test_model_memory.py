@@ -80,6 +80,7 @@ def test_memory_beyond_keys_and_values_grows_by_no_more_than_a_chunks_mask(peak_
     assert peaks[1] - peaks[0] <= 512 * (4096 - 1024) * (4 + 1 + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-3", "gemma-3", "latent"])
 def test_a_compiled_step_does_not_copy_the_cache(peak_bytes: Callable, name: str) -> None:
     model = model_of(name)

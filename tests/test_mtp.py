@@ -275,6 +275,7 @@ def test_after_rounds_drafts_are_those_of_a_fresh_pass_over_litgpt_s_states(llm,
     assert (wrong.propose(1)[1] - numbers[:1]).abs().max() > 1e-3, "a case that proves nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_layers_keep_a_drafter_s_promises(llm: SpecLLM, tmp_path: Path, count: int) -> None:
     check_drafter(layers_for(llm, tmp_path, count), llm, rounds=5, draws=1024 if count == 3 else 0)
@@ -321,6 +322,7 @@ def test_later_layers_that_keep_rows_of_refused_drafts_are_caught(llm: SpecLLM, 
         check_drafter(layers, llm, rounds=8, draws=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_texts_of_the_embedded_target_are_the_same_with_and_without_layers(tmp_path: Path, precision: str) -> None:
     plain = SpecLLM.load(precision=precision, accelerator="cpu", drafter="none")

@@ -104,6 +104,7 @@ def test_the_notebook_is_committed_without_outputs() -> None:
         assert cell.cell_type == "markdown" or (not cell.outputs and cell.execution_count is None)
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_from_top_to_bottom_and_shows_texts_and_a_plot(executed: NotebookNode) -> None:
     for cell_id in ("generate", "lookup", "own"):
         assert outputs(executed, cell_id)[-1].data["text/html"].count("litspec-completion") == 1
@@ -118,6 +119,7 @@ def test_the_notebook_runs_from_top_to_bottom_and_shows_texts_and_a_plot(execute
     assert "keeps its promises" in outputs(executed, "check")[-1].text
 
 
+@pytest.mark.slow
 def test_the_exported_page_holds_the_tinted_tokens(executed: NotebookNode) -> None:
     page, truth = Page(export(executed)), json.loads(outputs(executed, "truth")[-1].text)
     assert len(page.texts) == 3
@@ -127,6 +129,7 @@ def test_the_exported_page_holds_the_tinted_tokens(executed: NotebookNode) -> No
     assert "drafted and accepted" in page.rest and "tokens per round" in page.rest
 
 
+@pytest.mark.slow
 @needs_chromium
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_a_browser_renders_the_exported_page(executed: NotebookNode, theme: str, tmp_path: Path) -> None:

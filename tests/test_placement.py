@@ -194,6 +194,7 @@ def free_port() -> int:
 # ---- tensor parallel ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_two_ranks_make_the_text_of_one_process_and_accept_as_much(
     name: str, two: list[dict[str, Any]], alone: dict[str, Any]
@@ -203,6 +204,7 @@ def test_two_ranks_make_the_text_of_one_process_and_accept_as_much(
     assert any(text["accepted"] < text["proposed"] for text in alone[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_three_ranks_make_the_text_of_one_process_and_accept_as_much(
     name: str, three: list[dict[str, Any]], alone: dict[str, Any]
@@ -210,6 +212,7 @@ def test_three_ranks_make_the_text_of_one_process_and_accept_as_much(
     assert alone[name] == three[0][name] == three[1][name] == three[2][name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cut draft", "early exit", "prompt lookup"])
 def test_any_drafter_drafts_for_a_target_on_two_ranks(
     name: str, two: list[dict[str, Any]], alone: dict[str, Any]
@@ -217,6 +220,7 @@ def test_any_drafter_drafts_for_a_target_on_two_ranks(
     assert alone[name] == two[0][name] == two[1][name]
 
 
+@pytest.mark.slow
 def test_with_the_rejection_sampler_two_ranks_choose_k_as_one_process_does(
     two: list[dict[str, Any]], alone: dict[str, Any]
 ) -> None:
@@ -226,6 +230,7 @@ def test_with_the_rejection_sampler_two_ranks_choose_k_as_one_process_does(
     assert any(0 < text["accepted"] < text["proposed"] for text in alone["rejection"])
 
 
+@pytest.mark.slow
 def test_ranks_agree_though_one_has_other_logits_another_draft_and_another_clock(
     two: list[dict[str, Any]], alone: dict[str, Any]
 ) -> None:
@@ -233,14 +238,17 @@ def test_ranks_agree_though_one_has_other_logits_another_draft_and_another_clock
     assert [text["token_ids"] for text in two[0]["noise"]] == [text["token_ids"] for text in alone["noise"]]
 
 
+@pytest.mark.slow
 def test_ranks_agree_though_one_drafts_nothing(two: list[dict[str, Any]], alone: dict[str, Any]) -> None:
     assert alone["idle"] == two[0]["idle"] == two[1]["idle"]
 
 
+@pytest.mark.slow
 def test_a_seed_drawn_by_rank_0_reaches_all_ranks(two: list[dict[str, Any]]) -> None:
     assert [rank["seed"] for rank in two] == [7, 7]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFERENCES)
 def test_logits_on_two_ranks_are_the_reference_models(name: str, two: list[dict[str, Any]]) -> None:
     for rank in two:
@@ -248,6 +256,7 @@ def test_logits_on_two_ranks_are_the_reference_models(name: str, two: list[dict[
         assert difference < 2e-5 * size, f"{name}: {difference} on a scale of {size}"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures memory as Linux tells it")
 def test_a_rank_copies_its_shard_and_no_more(two: list[dict[str, Any]]) -> None:
     for rank in two:
@@ -294,6 +303,7 @@ def test_a_size_that_cannot_be_cut_is_named_with_the_number_of_ranks(
 # ---- ranks that end ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
 def test_a_rank_that_dies_or_hangs_ends_the_others_with_a_sentence(
     number: str, cases: dict[str, dict[str, Any]], tmp_path: Path
@@ -333,6 +343,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_others_with_a_sentence(
 # ---- replicas ----
 
 
+@pytest.mark.slow
 def test_replicas_share_the_prompts_and_each_text_is_that_of_one_process(
     two: list[dict[str, Any]], alone: dict[str, Any]
 ) -> None:

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [
     README,
+    ROOT / ".github" / "CONTRIBUTING.md",
     *sorted(path for top in ("litspec", "config_hub", "scripts", "tests") for path in (ROOT / top).rglob("README.md")),
 ]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
@@ -192,6 +193,7 @@ def test_a_flag_that_does_not_exist_is_found() -> None:
         check_script(job)
 
 
+@pytest.mark.slow
 @EVERY_PAGE
 def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of a page in their order, on the embedded pair where they name a folder of checkpoints."""

@@ -24,6 +24,7 @@ def torture() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_changed_or_left_by_a_few_kills_mutations_and_odd_lines() -> None:
     short = ["--kills", "2", "--prompts", "4", "--mutations", "9", "--lines", "10", "--full_disks", "0"]
     ended = subprocess.run([sys.executable, str(SCRIPT), *short], capture_output=True, text=True, timeout=900)

@@ -289,6 +289,7 @@ def test_a_run_learns_and_ends_in_a_folder_that_drafts(folder: Path, tmp_path: P
     assert again == json.loads(json.dumps(summary))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [{"from_layers": 1}, {"from_layers": 2, "lora_r": 2}, {"kind": "dflash", "draft_layers": 1, "block_size": 4}],
@@ -307,6 +308,7 @@ def test_a_new_model_from_a_config(folder: Path, tmp_path: Path) -> None:
     assert read_state_dict(open_checkpoint(tmp_path / "out"))["lm_head.weight"].dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_served_tokens_a_round_are_those_simulated_on_the_served_texts(folder: Path, tmp_path: Path) -> None:
     whole = open_checkpoint(folder / "target")
     noise = torch.Generator().manual_seed(0)
@@ -335,6 +337,7 @@ def in_steps(summary: dict[str, Any]) -> list[dict[str, Any]]:
     return [{name: value for name, value in entry.items() if name != "seconds"} for entry in summary["history"]]
 
 
+@pytest.mark.slow
 def test_a_run_killed_again_and_again_ends_like_an_undisturbed_one(folder: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"steps": 150, "evaluations": 6, "learning_rate": 1e-2, "save_seconds": 0.0, **FAST}
     torch.set_num_threads(1)
@@ -367,6 +370,7 @@ def test_a_run_killed_again_and_again_ends_like_an_undisturbed_one(folder: Path,
     assert killed["served"]["best"]["tokens_per_round"] == whole["served"]["best"]["tokens_per_round"]
 
 
+@pytest.mark.slow
 def test_an_early_end_keeps_the_best_state(folder: Path, tmp_path: Path) -> None:
     # At a rate that ruins it, the start stays the best.
     summary = run(folder, tmp_path / "out", steps=40, evaluations=20, patience=2, learning_rate=0.5)
@@ -480,6 +484,7 @@ def test_given_answers_may_stand_beside_prompts_and_are_not_measured_on(folder: 
     assert json.loads(asked) == {"prompt": "asked"}
 
 
+@pytest.mark.slow
 def test_the_clock_ends_a_run_that_has_minutes(folder: Path, tmp_path: Path) -> None:
     began = time.monotonic()
     summary = run(folder, tmp_path / "out", minutes=1 / 60, evaluations=2)

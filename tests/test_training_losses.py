@@ -94,7 +94,7 @@ def test_a_frozen_head_gets_no_gradient() -> None:
     assert head.weight.grad is None and rows.grad is not None and rows.grad.abs().sum() > 0
 
 
-# --- tokens a round ---
+# --- tokens per round ---
 
 
 def table(seed: int, depth: int, vocab: int) -> dict[tuple[int, ...], Tensor]:

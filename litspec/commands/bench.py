@@ -54,7 +54,7 @@ def bench(
         drafter: Which drafter to measure; all measures the draft model (where there is one), prompt_lookup and
             early_exit.
         prompts_file: Text file with a prompt on each line; by default three are built in.
-        speculative_k: Proposals a round, a list with commas: whole numbers below verify_width, or auto.
+        speculative_k: Proposals per round, a list with commas: whole numbers below verify_width, or auto.
         repeats: How often everything is measured.
         batch_size: Numbers of texts at the same time, a list with commas such as 1,4,16: for each many texts are
             generated too, with the best drafter and without.

@@ -24,13 +24,13 @@ def distill(
 ) -> int:
     """Train a draft for your own target: the target answers prompts, and the draft learns its distributions.
 
-    It ends in a folder for --draft_dir. The same command goes on with what was interrupted, whatever interrupted it.
+    It ends in a folder for --draft_dir. The same command resumes an interrupted run.
     Progress goes to stderr.
 
     Args:
-        data: Prompts of the future use: a .jsonl file with an object a line, "prompt" and perhaps an answer, "text"; a
-            .txt file with a prompt a line; other text, which is cut into prompts; or a folder of such files.
-        out_dir: The folder for the draft. It must not exist, or be what an earlier run of the same command left.
+        data: Prompts like those of later use. A .jsonl file holds one object per line, with "prompt" and optionally an
+            answer, "text". A .txt file holds one prompt per line. Other text is cut into prompts. Or a folder of these.
+        out_dir: The folder for the draft. It must not exist, or be that of an earlier run of the same command.
         {load}
         {config}
         {settings}

@@ -29,23 +29,23 @@ def generate(
     output_format: Literal["text", "json"] = "text",
     show_acceptance: bool = False,
 ) -> int:
-    """Generate text with speculative decoding; it is the text of the target alone, sooner.
+    """Generate text with speculative decoding: the text of the target alone, in less time.
 
-    The text goes to stdout as it is committed, everything else to stderr.
+    The text is streamed to stdout. Everything else goes to stderr.
 
     Args:
         {load}
-        prompt: What to continue or answer; the checkpoint's prompt style is applied to it.
-        prompts_file: Many prompts. A .txt file holds one a line; a .jsonl file holds an object a line with
-            "prompt", perhaps "id", and perhaps sys_prompt, max_new_tokens, min_new_tokens, temperature, top_k, top_p,
-            min_p, logit_bias, bad_words, repetition_penalty, presence_penalty, frequency_penalty, json_schema,
-            regex, grammar, response_format, logprobs, logprobs_mode, seed or stop for this prompt alone. Exits with 1
-            where a prompt got an error instead of a text, with 143 after SIGTERM.
-        out_file: Where the texts for prompts_file go, a JSON object a line in the order of the prompts; what they cost
-            goes to OUT_FILE.stats.jsonl. The same command resumes what was interrupted.
-        num_samples: How many texts to generate for each prompt.
-        batch_size: The most texts of prompts_file that are generated at the same time; auto for as many as pay and as
-            memory holds. A text does not depend on it.
+        prompt: Text to continue or answer. The checkpoint's prompt style is applied to it.
+        prompts_file: File of prompts. A .txt file holds one prompt per line. A .jsonl file holds one object per line,
+            with "prompt", optionally "id", and optionally settings for this prompt alone: sys_prompt, max_new_tokens,
+            min_new_tokens, temperature, top_k, top_p, min_p, logit_bias, bad_words, repetition_penalty,
+            presence_penalty, frequency_penalty, json_schema, regex, grammar, response_format, logprobs, logprobs_mode,
+            seed or stop. The exit code is 1 if a prompt got an error instead of a text, and 143 after SIGTERM.
+        out_file: File for the texts of prompts_file, one JSON object per line in the order of the prompts. Statistics
+            go to OUT_FILE.stats.jsonl. The same command resumes an interrupted job.
+        num_samples: Number of texts per prompt.
+        batch_size: The most texts of prompts_file that are generated at the same time. auto takes as many as
+            memory holds and as increase throughput. A text does not depend on it.
         {settings}
         raw: Write control characters to a terminal as they are; else they are shown escaped there.
         include_prompt: Print the prompt before the text.

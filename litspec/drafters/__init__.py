@@ -61,8 +61,8 @@ def make_drafter(
         pair: What the two vocabularies have in common; None where they are the same.
         published: What draft_dir holds where that is no draft model, see `drafters.folders`.
         exit_layer: Layers that draft, for "early_exit"; None for a quarter of them.
-        max_ngram: Longest run of tokens that "prompt_lookup" looks for ...
-        min_ngram: ... and the shortest.
+        max_ngram: Longest n-gram that "prompt_lookup" looks for, in tokens.
+        min_ngram: Shortest n-gram that "prompt_lookup" looks for, in tokens.
 
     Returns:
         None for "none".

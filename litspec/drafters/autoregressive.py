@@ -60,8 +60,8 @@ class ModelDrafts:
     """Drafts by a model, each token drawn from the logits that followed the one before.
 
     Args:
-        model: Whose steps they are ...
-        n_layer: ... of its first layers; None: of all.
+        model: The model that drafts.
+        n_layer: Number of its first layers to run; None for all.
         allowed: Makes logits (N, V) those of the ids that may be proposed, (N, v).
         name: Of all that `allowed` depends on.
     """

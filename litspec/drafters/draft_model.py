@@ -57,7 +57,7 @@ class DraftModel(Drafter):
     Args:
         model: The draft model, in any precision, on any one device.
         target_config: The target's.
-        max_k: Most proposals a round.
+        max_k: Most proposals per round.
         vocab_size: Ids below it may be proposed; None: those that both models have.
         excluded: Ids that must never be proposed.
     """

@@ -25,7 +25,7 @@ class EarlyExit(Drafter):
 
     Args:
         model: The target.
-        max_k: Most proposals a round.
+        max_k: Most proposals per round.
         exit_layer: Layers that draft; None for a quarter of them.
 
     Raises:

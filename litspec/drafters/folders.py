@@ -41,9 +41,9 @@ LOADERS: dict[Kind, str] = {
     "eagle": "litspec.drafters.eagle:load_eagle",
     "mtp": "litspec.drafters.mtp:load_mtp",
 }
-# What gives a kind away, as far as it is named: in `architectures` and `speculators_model_type` ...
+# Names by which a kind is recognized in `architectures` and `speculators_model_type`.
 _NAMES: tuple[tuple[str, Kind], ...] = ((r"eagle", "eagle"), (r"dflash", "dflash"), (r"mtp|nextn", "mtp"))
-# ... else in the names of the weights.
+# Otherwise: names of weights by which a kind is recognized.
 _MTP = r"(^|\.)(mtp|mtp_layers|nextn)\.|\.(enorm|eh_proj|token_layernorm)\."
 _WEIGHT_NAMES: tuple[tuple[str, Kind], ...] = (
     (r"^(model\.)?midlayer\.", "eagle"),

@@ -27,9 +27,9 @@ class PromptLookup(Drafter):
     tokens, so that the last T - e tokens are repeated as often as fits. It ends with its first stop token.
 
     Args:
-        max_k: Most proposals a round.
-        max_ngram: Longest run of tokens that is looked for ...
-        min_ngram: ... and the shortest.
+        max_k: Most proposals per round.
+        max_ngram: Longest n-gram to look for, in tokens.
+        min_ngram: Shortest n-gram to look for, in tokens.
 
     Raises:
         InputError: For lengths outside 1 <= min_ngram <= max_ngram.

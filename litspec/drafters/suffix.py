@@ -183,7 +183,7 @@ class Suffix(Drafter):
     earlier outputs are not looked at, so that a text depends on nothing but its seed, prompt and settings.
 
     Args:
-        max_k: Most proposals a round.
+        max_k: Most proposals per round.
         factor: A match of m tokens may propose `m * factor + offset`.
         offset: See `factor`.
         min_prob: The least probability that a proposed token may have, by the counts.

@@ -25,7 +25,7 @@ MAX_K = 15
 
 
 class Layers(GPT):
-    """Decoder layers alone: a GPT whose embedding and head nobody uses.
+    """Decoder layers alone: a GPT whose embedding and head are not used.
 
     Args:
         config: Of the layers, with a vocabulary of one.

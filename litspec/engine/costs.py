@@ -76,7 +76,7 @@ class Trial:
 
     Args:
         slots: Of the target; they hold no other text.
-        drafter: Who drafts; None for nobody.
+        drafter: The drafter; None without one.
         sampler: How tokens are chosen.
         prompt: Token ids of the texts so far, at least two.
         sizes: Numbers of proposals that will be drafted.

@@ -90,7 +90,7 @@ def class_limit(model: GPT, rows: Sequence[int], at_least: int) -> int:
     """Up to how many rows in all a forward over several texts leaves each text the bits that it has alone.
 
     Tried are totals that double from `rows[-1]` until one fails or `at_least` is reached, each with the smallest, the
-    largest and an odd number of rows a text. The texts stand at positions of their own, in different K/V buckets; a
+    largest and an odd number of rows per text. The texts stand at positions of their own, in different K/V buckets; a
     batch reads the bucket of the longest.
 
     Args:

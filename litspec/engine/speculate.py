@@ -410,7 +410,7 @@ class Outcomes(NamedTuple):
 
     Attributes:
         packed: The `outcome` of n places, one after the other.
-        order: Whose outcome stands in each place; None: nobody's.
+        order: Whose outcome stands in each place; None for an empty place.
         sizes: Numbers of each.
         states: By slot what the taps of its drafter saw, (rows, len(taps) * C).
         logits: By slot what followed a part of its prompt, (1, V).
@@ -602,7 +602,7 @@ class Verification:
             buffers: Keys and values of the sequences.
             block: (sequences, rows): a token and its proposal, or a part of a prompt; and -1 behind it.
             input_pos: (sequences,), positions of the first column.
-            q: For each kind what its proposals were drawn from, rows - 1 rows a text.
+            q: For each kind what its proposals were drawn from, rows - 1 rows per text.
             inputs: For each kind its samplers'.
         """
         target = self._target
@@ -710,7 +710,7 @@ def _read(
         order: Whose outcomes stand in `packed`, one after the other.
         sizes: Numbers of each of them.
         packed: The outcomes.
-        next_ks: Given them, the k of each text's next round; 0 for nobody.
+        next_ks: Given them, the k of each text's next round; 0 for an empty place.
     """
     target = next(slot for slot in order if slot is not None).target
     outcomes = target.placed.agree(packed.flatten(), len(order), next_ks)

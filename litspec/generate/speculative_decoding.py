@@ -277,7 +277,7 @@ def generate(
         stop_tokens: A flat list of ids, or an iterable of id sequences. The first that is complete in the completion
             ends the text and is not returned.
         include_prompt: Whether the prompt comes first in the returned tokens.
-        speculative_k: Tokens to propose a round; 0 decodes plainly.
+        speculative_k: Tokens to propose per round; 0 decodes plainly.
 
     Returns:
         The tokens, on the prompt's device: with the prompt in its dtype, else int64 and possibly of shape (0,). And the

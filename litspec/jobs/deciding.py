@@ -1,4 +1,4 @@
-"""What the texts of a job depend on. A job goes on only as it began: else its file would be the work of two."""
+"""What the texts of a job depend on. A job is resumed only if all of it is unchanged."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from litspec.placement import TensorParallel
 from litspec.sampling import Sampling
 from litspec.text import TextCodec
 
-# `resolved` adds what of the first changes bits. The second choose the proposals: texts depend on them where proposals
-# are accepted by rejection sampling, and only there.
+# `resolved` adds those placement settings that change bits. Drafting settings choose the proposals: texts depend on
+# them with the rejection sampler only.
 PLACING, DRAFTING = names_of("placing"), names_of("proposals")
 
 CHECKPOINT_FILES = (
@@ -40,12 +40,11 @@ BLOCKS, BLOCK_BYTES = 64, 4096
 
 
 def checkpoint_digest(checkpoint: Checkpoint) -> str:
-    """A hash of all that texts depend on in a checkpoint; reads under a megabyte of its weights.
+    """A hash of all that texts depend on in a checkpoint. Reads less than a megabyte of its weights.
 
-    The small files count whole. `lit_model.pth` is a zip archive whose table of contents holds the size and the CRC-32
-    of every tensor: weights that were trained, merged or converted otherwise have others. In case these were left out
-    when it was saved, its size and 64 blocks from all over it count too. What slips through is a file damaged in place,
-    behind the back of its own checksums.
+    The small files are hashed as a whole. `lit_model.pth` is a zip archive whose table of contents holds the size and
+    the CRC-32 of every tensor, which differ for other weights. In case the file was saved without checksums, its size
+    and 64 blocks spread over it are hashed too. Not detected: a file changed in place whose checksums were not updated.
     """
     parts: list[bytes | str] = []
     for name in CHECKPOINT_FILES:
@@ -72,7 +71,7 @@ def _table_of_contents(file: BinaryIO, checkpoint: Checkpoint) -> list[str]:
 
 
 def draft_digest(draft_dir: str | Path, may_convert: bool = False) -> str:
-    """The same of what draft_dir holds, a checkpoint (see `open_checkpoint`) or a published drafter."""
+    """A hash of all that texts depend on in draft_dir, a checkpoint (see `open_checkpoint`) or a published drafter."""
     if kind_of(draft_dir) == "litgpt":
         return checkpoint_digest(open_checkpoint(draft_dir, role="draft_dir", may_convert=may_convert))
     folder = resolve(draft_dir)
@@ -85,7 +84,7 @@ def draft_digest(draft_dir: str | Path, may_convert: bool = False) -> str:
 
 
 def _samples(file: BinaryIO) -> list[bytes | str]:
-    """A file's size, and blocks from all over it."""
+    """A file's size, and `BLOCKS` blocks spread evenly over it."""
     size = file.seek(0, os.SEEK_END)
     parts: list[bytes | str] = [str(size)]
     for i in range(BLOCKS):
@@ -95,9 +94,9 @@ def _samples(file: BinaryIO) -> list[bytes | str]:
 
 
 def deciding(prompts: Prompts, load: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides the texts and is known before the models are loaded, by name; values as JSON has them.
+    """The settings that decide the texts and are known before the models are loaded, by name, as JSON values.
 
-    A setting that this module has not heard of is taken to be one that does.
+    A setting that this module does not list as harmless is assumed to decide the texts.
 
     Args:
         prompts: The prompts.
@@ -124,7 +123,7 @@ def deciding(prompts: Prompts, load: Mapping[str, Any], settings: Mapping[str, A
 
 
 def _decided_by_folder(codec: TextCodec) -> dict[str, Any]:
-    """What LitGPT makes of a folder's files, in part by the folder's name."""
+    """What LitGPT derives from a folder's files and from its name: BOS, prompt style and stop tokens."""
     style = codec.prompt_style
     rendered = [style.apply("a prompt", sys_prompt=given) for given in (None, "a system prompt")]
     return {
@@ -136,7 +135,7 @@ def _decided_by_folder(codec: TextCodec) -> dict[str, Any]:
 
 
 def resolved(llm: SpecLLM, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """The rest of what decides the texts, which the loaded models tell.
+    """The rest of what decides the texts: properties of the loaded models.
 
     Args:
         llm: The loaded pair.
@@ -153,13 +152,13 @@ def resolved(llm: SpecLLM, wanted: Mapping[str, Any]) -> dict[str, Any]:
         if placed.draft_model is not None:
             device = next(placed.draft_model.parameters()).device
             found["draft_precision"] = _precision(placed.draft_model)
-            # On another device it draws its random numbers apart.
+            # A draft on another device draws its own random numbers.
             found["draft_device"] = "the target's" if device == placed.device else device.type
     return found
 
 
 def depends_on_proposals(prompts: Prompts, settings: Mapping[str, Any]) -> bool:
-    """Whether a text is sampled, and not by the coupled sampler."""
+    """Whether any text is sampled by the rejection sampler; only such texts depend on the proposals."""
     if settings["sampler"] == "coupled":
         return False
     ranges = [(settings["temperature"], settings["top_p"])]
@@ -175,10 +174,10 @@ def depends_on_proposals(prompts: Prompts, settings: Mapping[str, Any]) -> bool:
 
 
 def refuse_other(out: Path, begun: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Compares what decided the texts so far with what is to decide the others, or as much as is known of that.
+    """Compares the settings of an earlier run with the present ones, as far as these are known.
 
     Raises:
-        InputError: A sentence that names all that differs.
+        InputError: They differ. The message names all that changed.
     """
     hashed = {
         "prompts_file": "the content of prompts_file",

@@ -1,4 +1,4 @@
-"""Files that grow by whole lines, and what it takes for them to last."""
+"""Files that grow by whole lines, atomic and durable writes, locks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 
 from litspec.errors import InputError, printable
 
-# A link beside the out file leads to somebody's file, and a pipe makes whoever opens it wait.
+# Opening must not follow a link to another user's file, nor block on a pipe.
 SAFELY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 # What a lock file holds. It is empty where its process ended before it had written its name.
 LOCK = re.compile(rb"(process \d+ on \S{0,255})?\0*")
@@ -29,13 +29,13 @@ class LineFile:
     """A file that grows by whole lines.
 
     Args:
-        path: Made where it does not exist.
-        size: What lies behind so many bytes is cut off.
-        new: Refuse, by FileExistsError, a file that exists.
+        path: The file; created if it does not exist.
+        size: Bytes to keep. The rest of the file is cut off.
+        new: Raise FileExistsError if the file exists.
 
     Raises:
-        InputError: Here and in all methods, when the disk is full or the file cannot be written, is a link or no file,
-            or has been removed or changed by somebody else meanwhile.
+        InputError: The disk is full; the file cannot be written, is a link or no regular file; or another process has
+            removed or changed it. All methods raise it too.
     """
 
     def __init__(self, path: Path, size: int = 0, *, new: bool = False) -> None:
@@ -51,7 +51,7 @@ class LineFile:
                 sync_folder(path.parent)
 
     def append(self, line: bytes) -> None:
-        """Writes a line whole or, as far as that can be helped, not at all."""
+        """Writes a whole line. After an error the file is cut back to its last whole line, if the disk allows."""
         self.check()
         with writing(self.path):
             try:
@@ -65,13 +65,13 @@ class LineFile:
         self._size += len(line)
 
     def sync(self) -> None:
-        """Returns when all of it is on the disk."""
+        """Flushes the file to disk."""
         with writing(self.path):
             os.fsync(self._file)
         self.check()
 
     def check(self) -> None:
-        """Raises InputError where the file has gone from its place or holds what this object did not write."""
+        """Raises InputError if the file was removed, replaced, or changed by another process."""
         there = os.fstat(self._file)
         try:
             in_place = os.path.samestat(there, os.lstat(self.path))
@@ -80,12 +80,13 @@ class LineFile:
         if not in_place:
             raise InputError(
                 f"{str(self.path)!r} was removed or replaced while the job wrote it, so the texts that it held are "
-                "lost; run the same command again to make them anew."
+                "lost; run the same command again to generate them again."
             )
         if there.st_size != self._size:
             raise InputError(
-                f"{str(self.path)!r} was changed by somebody else while the job wrote it ({there.st_size:,} bytes, "
-                f"{self._size:,} were written); see to it that nobody else writes it and run the same command again."
+                f"{str(self.path)!r} was changed by another process while the job wrote it ({there.st_size:,} bytes, "
+                f"{self._size:,} were written); make sure that no other process writes it and run the same command "
+                "again."
             )
 
     def close(self) -> None:
@@ -93,7 +94,7 @@ class LineFile:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Opens a file of the job's: never through a link, and never anything but a plain file.
+    """Opens a file of the job. Links are not followed, and only a regular file is opened.
 
     Raises:
         OSError: As `os.open`.
@@ -124,10 +125,10 @@ def _check_plain(path: Path) -> None:
 
 
 def read_own(path: Path) -> bytes:
-    """All of a file of the job's.
+    """Reads a file of the job.
 
     Raises:
-        FileNotFoundError: There is none.
+        FileNotFoundError: The file does not exist.
         InputError: It cannot be read or is no plain file.
     """
     with reading(path), os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
@@ -135,9 +136,9 @@ def read_own(path: Path) -> bytes:
 
 
 def whole_lines(path: Path, position: int = 0) -> Iterator[bytes]:
-    """The lines from a byte on, up to the first that was not written to its end; none where there is no file.
+    """The lines from a byte position on, up to the first incomplete one. Yields nothing if the file does not exist.
 
-    A machine that stopped may leave zeros where a line was to be, which JSON has none of.
+    After a power failure a file may hold zero bytes in place of a line. A line of JSON never contains them.
 
     Raises:
         InputError: The file cannot be read or is no plain file.
@@ -151,7 +152,7 @@ def whole_lines(path: Path, position: int = 0) -> Iterator[bytes]:
 
 
 def begins_with(path: Path, beginning: bytes) -> bool:
-    """Whether a file begins so, as far as it was written; also where there is none, or none of it came to the disk.
+    """Whether a file, perhaps written in part, begins with these bytes. True also if it is missing or empty.
 
     Raises:
         InputError: The file cannot be read or is no plain file.
@@ -163,9 +164,9 @@ def begins_with(path: Path, beginning: bytes) -> bool:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file so that, whatever happens, there is all of it or nothing.
+    """Writes a file atomically: after an interruption it is there whole or not at all.
 
-    Until then it has a name that nobody can have put there before.
+    The temporary file has a random name, so no other process can have created it before.
     """
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
     made = False
@@ -187,7 +188,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder last, on file systems that have a call for it."""
+    """Flushes the names of a folder's files to disk, on file systems that support it."""
     file = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -200,7 +201,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Makes a sentence of what a disk refuses."""
+    """Turns an OSError of writing into an InputError."""
     try:
         yield
     except FileExistsError:
@@ -212,7 +213,7 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Makes a sentence of what a disk does not give, except that there is no such file."""
+    """Turns an OSError of reading into an InputError, except FileNotFoundError."""
     try:
         yield
     except FileNotFoundError:
@@ -232,10 +233,14 @@ def _refuse_full(path: Path, error: OSError) -> None:
 
 @contextmanager
 def locked(path: Path, out: Path) -> Iterator[None]:
-    """Holds a lock on a file made for it. The system lets go of it when this process ends, however it does.
+    """Holds a lock on a lock file. The system releases it when this process ends, for any reason.
+
+    Args:
+        path: The lock file.
+        out: The file that the lock protects, for error messages.
 
     Raises:
-        InputError: When another process holds it, and so writes `out`; when there is a file that no job made.
+        InputError: Another process holds the lock, or the lock file was not written by a job.
     """
     while True:
         with writing(path):
@@ -256,20 +261,20 @@ def locked(path: Path, out: Path) -> Iterator[None]:
             ) from None
         except OSError as error:
             why = error.strerror or error
-            log(f"{str(path)!r} cannot be locked ({why}): see to it that no other job writes {str(out)!r}.")
-        # Whoever held it before us has removed the file, perhaps between our two calls.
+            log(f"{str(path)!r} cannot be locked ({why}): make sure that no other job writes {str(out)!r}.")
+        # The previous owner removes the file, perhaps between opening and locking it here.
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock), os.lstat(path)):
                 break
         os.close(lock)
     try:
-        with suppress(OSError):  # a courtesy to whom it is refused
+        with suppress(OSError):  # only for the error message of other processes
             os.ftruncate(lock, 0)
             os.lseek(lock, 0, os.SEEK_SET)
             os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield
     finally:
-        with suppress(OSError):  # somebody may have put another file there
+        with suppress(OSError):  # the file may have been replaced
             if os.path.samestat(os.fstat(lock), os.lstat(path)):
                 os.unlink(path)
         os.close(lock)
@@ -279,17 +284,17 @@ def dump(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-# Characters that some readers take for the end of a line, and those that a terminal obeys; JSON escapes the first 32.
+# Characters that some readers treat as the end of a line, and control characters. JSON itself escapes the first 32.
 _ESCAPED = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
 
 
 def as_line(text: str) -> bytes:
-    """A line of JSON, in which control characters and all that may end a line are escaped."""
+    """Encodes a line of JSON. Control characters and line separators are escaped."""
     return (text.translate(_ESCAPED) + "\n").encode()
 
 
 def load_line(line: bytes) -> dict[str, Any]:
-    """The object of a line, {} where it is none."""
+    """The JSON object of a line; {} if the line holds none."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -308,5 +313,5 @@ def digest(*parts: bytes | str) -> str:
 
 
 def log(text: str) -> None:
-    """Says something to the person who started the job."""
+    """Prints a message for the user to stderr."""
     print(printable(text), file=sys.stderr, flush=True)

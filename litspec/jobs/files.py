@@ -1,4 +1,4 @@
-"""The files of a job: what an earlier run left, and how they grow."""
+"""The files of a job: reading what an earlier run left, and appending to it."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from litspec.jobs.prompts import Prompts, Request
 FORMAT = 2
 SUMMARY = b'{\n  "texts": '  # how the file of totals begins
 SYNC_SECONDS = 1.0
-# The names of files that may be removed when a job is through, if their content is a job's too.
+# Names of files that are removed when a job is complete, if their content is a job's too.
 PART = re.compile(r"rank\d+-\d+\.part")
 TEMPORARY = re.compile(r"(job|summary)\.json\.[0-9a-f]{16}\.tmp")
 
 
 class Answer(NamedTuple):
-    """A text as it is written down.
+    """The lines of a finished text.
 
     Attributes:
-        number: Its place in the out file, from 0.
-        line: Its line there ...
-        stats: ... and its line in the stats file.
+        number: Line number in the out file, from 0.
+        line: Line of the out file.
+        stats: Line of the stats file.
     """
 
     number: int
@@ -56,15 +56,15 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Done:
-    """What an earlier run has left.
+    """What an earlier run left.
 
     Attributes:
-        lines: Texts in the out file ...
-        size: ... and the bytes they take; what lies behind is torn.
-        errors: How many of them are errors.
-        stats_lines: Lines of the stats file that belong to these texts ...
-        stats_size: ... and the bytes they take.
-        begun: Whether there was such a run.
+        lines: Whole lines of the out file.
+        size: Bytes of these lines. The rest of the file is an incomplete line.
+        errors: Lines of the out file that are errors.
+        stats_lines: Lines of the stats file that belong to these texts.
+        stats_size: Bytes of these lines.
+        begun: Whether there was an earlier run.
     """
 
     lines: int = 0
@@ -79,10 +79,10 @@ class JobFiles:
     """The files of a job, by name.
 
     Args:
-        out_file: The file for the texts; where it is a link, what it leads to.
+        out_file: The file for the texts. A link is resolved.
 
     Raises:
-        InputError: When its folder does not exist.
+        InputError: The folder of `out_file` does not exist.
     """
 
     def __init__(self, out_file: str | Path) -> None:
@@ -103,18 +103,18 @@ class JobFiles:
         return self.out.with_name(f"{self.out.name}.{suffix}")
 
     def locked(self) -> AbstractContextManager[None]:
-        """Keeps other processes away from the files, see `disk.locked`."""
+        """Locks the files against other processes, see `disk.locked`."""
         return locked(self.lock, self.out)
 
     def look(self, prompts: Prompts, wanted: Mapping[str, Any]) -> Done:
-        """Finds out what an earlier run left, and changes nothing.
+        """Reads what an earlier run left. Changes nothing.
 
         Args:
             prompts: The prompts.
-            wanted: What is known of what decides the texts.
+            wanted: The settings that decide the texts, as far as they are known.
 
         Raises:
-            InputError: When there are files that this job would not have left.
+            InputError: There are files that this job cannot have left.
         """
         if not os.path.lexists(self.job):
             for path in (self.out, self.stats):
@@ -127,7 +127,7 @@ class JobFiles:
         description = self._description()
         self._check_stats()
         if not os.path.lexists(self.out):
-            # The run ended before it began, or its texts were thrown away: the rest is worth nothing then.
+            # The run ended before its first text, or the user removed the texts: the other files are of no use then.
             return Done()
         refuse_other(self.out, description["decides"], wanted)
         lines = size = errors = stats_lines = stats_size = 0
@@ -148,13 +148,13 @@ class JobFiles:
         return Done(lines, size, errors, stats_lines, stats_size, begun=True)
 
     def begin(self, prompts: Prompts, done: Done, wanted: Mapping[str, Any], device: torch.device) -> Results:
-        """Describes a new job or checks that it is the old one, and opens the files behind their last whole lines.
+        """Describes a new job, or checks that it is the old one. Opens the files for appending.
 
         Args:
             prompts: The prompts.
             done: What `look` found.
-            wanted: Everything that decides the texts.
-            device: The target's, whose name is noted.
+            wanted: All settings that decide the texts.
+            device: The target's device. Its name goes into the description.
         """
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         made_with = {"litspec": __version__, "torch": torch.__version__, "device": name}
@@ -174,7 +174,7 @@ class JobFiles:
         return Results(self, prompts, done)
 
     def _description(self) -> dict[str, Any]:
-        """What `begin` wrote. A file of this name that is none is refused, whatever else there is: it is not ours."""
+        """The description that `begin` wrote. Any other file of this name is refused: no job wrote it."""
         content = b""
         with suppress(FileNotFoundError):
             content = read_own(self.job)
@@ -188,7 +188,7 @@ class JobFiles:
         )
 
     def _check_stats(self) -> None:
-        """Refuses a stats file that no job wrote, which would be cut off."""
+        """Refuses a stats file that no job wrote, since it would be overwritten."""
         first = next(whole_lines(self.stats), None)
         found = load_line(first or b"{}")
         ours = ("id" in found and not found.keys() - {"id", "sample"}) or "new_tokens" in found or "error" in found
@@ -196,7 +196,7 @@ class JobFiles:
             raise InputError(f"{str(self.stats)!r} holds what no job wrote; give another out_file, or move it away.")
 
     def new_part(self, rank: int, job: int) -> PartFile:
-        """A file for the texts of one rank. Every run makes its own: a rank of a killed run may still write."""
+        """Creates a file for the texts of one rank. Each run has its own, as a rank of a killed run may still write."""
         run = 0
         while True:
             try:
@@ -209,7 +209,7 @@ class JobFiles:
         return [path for path in self._named(PART) if begins_with(path, b'{"job": ')]
 
     def _named(self, name: re.Pattern[str]) -> list[Path]:
-        """Files beside the out file whose names end so; links and what is no file are left out."""
+        """Regular files beside the out file whose names end in this pattern."""
         begin = f"{self.out.name}."
         with writing(self.out.parent), os.scandir(self.out.parent) as entries:
             found = [
@@ -222,7 +222,7 @@ class JobFiles:
         return sorted(found)
 
     def summarize(self) -> str:
-        """Writes the totals of a job that is through beside its texts; returns a line about them."""
+        """Writes the totals of a complete job to the summary file. Returns a line about them."""
         records = [load_line(line) for line in whole_lines(self.stats)]
         counted = [record for record in records if "new_tokens" in record]
         summed = "new_tokens", "rounds", "proposed", "accepted"
@@ -233,7 +233,9 @@ class JobFiles:
             total["acceptance_rate"] = totals["accepted"] / totals["proposed"]
         if totals["rounds"]:
             total["mean_acceptance_length"] = (totals["new_tokens"] - len(counted)) / totals["rounds"]
-        if not os.path.lexists(self.summary) or begins_with(self.summary, SUMMARY):  # no file of somebody else's
+        if not os.path.lexists(self.summary) or begins_with(
+            self.summary, SUMMARY
+        ):  # never overwrite a file that no job wrote
             write_atomically(self.summary, (json.dumps(total, indent=2) + "\n").encode())
         parts = [f"{total['texts']} texts, {total['new_tokens']} tokens"]
         if totals["proposed"]:
@@ -245,7 +247,7 @@ class JobFiles:
         return f"All done: {'; '.join(parts)}."
 
     def remove_parts(self) -> None:
-        """Removes what a job makes for a time: files of single ranks, and descriptions that were not finished."""
+        """Removes the temporary files of a job: files of single ranks, and files that were not written to their end."""
         unfinished = [
             path
             for path in self._named(TEMPORARY)
@@ -256,26 +258,26 @@ class JobFiles:
 
 
 class Results:
-    """The out file and the stats file, open behind the lines that they hold.
+    """The out file and the stats file, open for appending.
 
     Attributes:
-        next: The number of the text that comes next.
+        next: Number of the next text.
         errors: Lines that are errors.
     """
 
     def __init__(self, files: JobFiles, prompts: Prompts, done: Done) -> None:
         self._stats = LineFile(files.stats, done.stats_size)
         for number in range(done.stats_lines, done.lines):
-            self._stats.append(as_line(dump(prompts[number].head)))  # the numbers are lost, the place is kept
+            self._stats.append(as_line(dump(prompts[number].head)))  # a placeholder: the statistics are lost
         self._out = LineFile(files.out, done.size)
         self.next = done.lines
         self.errors = done.errors
         self._synced = time.monotonic()
 
     def put(self, answer: Answer) -> dict[str, Any]:
-        """Writes down the next text; returns its statistics."""
+        """Appends the next text. Returns its statistics."""
         stats = json.loads(answer.stats)
-        # Statistics first: if the job ends between the two, the text is made again and they are with it.
+        # Statistics first: if the job ends between the two writes, the text is generated again with its statistics.
         self._stats.append(as_line(answer.stats))
         self._out.append(as_line(answer.line))
         self.next += 1
@@ -298,11 +300,11 @@ class Results:
 
 
 class PartFile:
-    """Where one of several ranks writes its texts, each with its number, until the first rank has put them in order.
+    """The file to which one of several ranks writes its texts with their numbers. Rank 0 puts all texts in order.
 
     Args:
         path: A new file.
-        job: A hash of all that decides the texts, which tells whose they are.
+        job: Hash of all settings that decide the texts. It identifies the job.
     """
 
     def __init__(self, path: Path, job: int) -> None:
@@ -327,24 +329,24 @@ class PartFile:
 
 
 class Parts:
-    """The texts in the files of single ranks, of this run and of earlier ones that were interrupted.
+    """The texts in the files of single ranks, of this run and of interrupted ones.
 
     Args:
         files: The job's files.
-        job: Its hash; what another job left is not looked at.
+        job: The job's hash. Files of other jobs are ignored.
     """
 
     def __init__(self, files: JobFiles, job: int) -> None:
         self._files = files
         self._job = job
-        self._read: dict[Path, int] = {}  # bytes that have been looked at; -1: another job's
+        self._read: dict[Path, int] = {}  # bytes read so far; -1 for the file of another job
         self._where: dict[int, tuple[Path, int]] = {}
 
     def __contains__(self, number: int) -> bool:
         return number in self._where
 
     def refresh(self) -> None:
-        """Looks for what has come since the last time."""
+        """Reads what the ranks have written since the last call."""
         for path in self._files.parts():
             position = self._read.get(path, 0)
             for line in whole_lines(path, position) if position >= 0 else ():
@@ -354,7 +356,7 @@ class Parts:
                     break
                 if position > 0:
                     if _answer(found) is None:
-                        break  # not all of it has come yet, on a disk that several machines share
+                        break  # on a disk shared by machines the line may not be complete yet
                     self._where.setdefault(found["number"], (path, position))
                 position += len(line)
             self._read[path] = position
@@ -368,7 +370,7 @@ class Parts:
 
 
 def _answer(found: Mapping[str, Any]) -> Answer | None:
-    """The text that a line of a rank's file holds; None where it holds none."""
+    """The text in a line of a rank's file, or None."""
     number, line, stats = (found.get(name) for name in Answer._fields)
     if not (isinstance(number, int) and isinstance(line, str) and isinstance(stats, str)):
         return None

@@ -1,4 +1,4 @@
-"""What a person sees of a job, and how it is told to end."""
+"""Progress of a job on stderr, and its signal handlers."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import Any
 from litspec.jobs.disk import log
 from litspec.jobs.files import Done
 
-REPORT_SECONDS = 10.0  # between two lines where there is no terminal
+REPORT_SECONDS = 10.0  # between two progress lines without a terminal
 
 
 class Meter:
     """Progress on stderr: a bar in a terminal, else a line every few seconds.
 
     Args:
-        done: Where the job stands.
-        total: Its texts.
-        shown: Whether there is anything to be seen.
+        done: What an earlier run left.
+        total: Number of texts of the job.
+        shown: Whether this process shows progress.
 
     Attributes:
         running: Texts that are being generated now.
@@ -87,7 +87,9 @@ class Meter:
 
 
 class Interrupts:
-    """Signals while a job runs. SIGTERM asks it to end, a second one ends it; Ctrl-C does not tear a line.
+    """Signal handlers of a job. The first SIGTERM lets running texts finish, the second ends the process at once.
+
+    Ctrl-C waits until a line is written.
 
     Attributes:
         stopping: Whether SIGTERM has come.
@@ -112,7 +114,7 @@ class Interrupts:
     def _terminate(self, *_: Any) -> None:
         self.stopping = True
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # Not print, in the middle of which this may have come.
+        # Not `print`: the signal may have interrupted a `print`.
         os.write(2, b"litspec: SIGTERM: ending after the texts that have begun; a second one ends at once.\n")
 
     def _interrupt(self, *_: Any) -> None:
@@ -122,7 +124,7 @@ class Interrupts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Within this Ctrl-C waits."""
+        """Delays Ctrl-C to the end of the block."""
         self._held = True
         try:
             yield

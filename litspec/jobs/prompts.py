@@ -1,4 +1,4 @@
-"""What a job is asked for: a file of prompts."""
+"""The prompts of a job: reading and checking its prompts file."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from litspec.jobs.disk import digest, dump
 
 @dataclass(frozen=True)
 class Request:
-    """One text that is wanted.
+    """A request for one text.
 
     Attributes:
-        index: The prompt's number, from 0.
-        sample: Which of the prompt's texts, from 0; None where there is one each.
-        id: As given in the file, else `index`.
+        index: Number of the prompt, from 0.
+        sample: Number of the sample of this prompt, from 0; None if each prompt has one.
+        id: The line's id, by default `index`.
         prompt: The prompt.
-        settings: What the line says about its own text, by the names of `SpecLLM.generate`.
-        error: Why there can be no text, as a sentence; None where there is nothing against it.
+        settings: The line's own arguments of `SpecLLM.generate`.
+        error: Why the line cannot be used, as a sentence; None if it can.
     """
 
     index: int
@@ -39,7 +39,7 @@ class Request:
 
     @property
     def head(self) -> dict[str, Any]:
-        """How the lines about this text begin."""
+        """The first keys of the output lines of this text."""
         return {"id": self.id} if self.sample is None else {"id": self.id, "sample": self.sample}
 
 
@@ -47,7 +47,7 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-# What a line may say beside id and prompt, by the names of `GenerateConfig`.
+# Keys of a line other than id and prompt, by the names of `GenerateConfig`.
 OVERRIDES = (
     "sys_prompt",
     "max_new_tokens",
@@ -62,20 +62,20 @@ OVERRIDES = (
 
 
 class Prompts:
-    """The texts that a file of prompts asks for.
+    """The requests of a prompts file.
 
-    A file whose name ends in .jsonl or .ndjson holds a JSON object a line: "prompt", and as one likes "id" (a string or
-    a whole number) and any of `OVERRIDES`. One that ends in .txt holds a prompt a line, taken as it is. Empty lines are
-    left out and not counted. What is wrong with a line is told by its request.
+    A .jsonl or .ndjson file holds one JSON object per line. Its keys are "prompt", optionally "id" (a string or a
+    whole number), and any of `OVERRIDES`. A .txt file holds one prompt per line. Empty lines are skipped
+    and not counted. An error in a line is reported in its `Request`.
 
-    The file is read once and held, so that what is written into it later changes nothing.
+    The file is read once, so later changes to it have no effect.
 
     Attributes:
-        digest: A hash of the content.
-        num_samples: How many texts each prompt gets; they stand one after the other.
+        digest: Hash of the content.
+        num_samples: Number of texts per prompt. They follow each other.
 
     Raises:
-        InputError: When the file cannot be read or holds no prompt.
+        InputError: The file cannot be read or holds no prompt.
     """
 
     def __init__(self, path: str | Path, num_samples: int = 1) -> None:
@@ -84,12 +84,12 @@ class Prompts:
         kind = Path(path).suffix.lower()
         if kind not in (".jsonl", ".ndjson", ".txt"):
             raise InputError(
-                "The name of prompts_file must end in .jsonl (a JSON object a line) or .txt (a prompt a line), got "
-                f"{str(path)!r}"
+                "The name of prompts_file must end in .jsonl (one JSON object per line) or .txt (one prompt per "
+                f"line), got {str(path)!r}"
             )
         try:
             if not stat.S_ISREG(os.stat(path).st_mode):
-                # Every rank reads it, and so does the next run: a pipe gives its content once and makes them wait.
+                # Every rank reads the file, and so does the next run. A pipe can be read only once.
                 raise InputError(
                     f"prompts_file {str(path)!r} is no plain file; write the prompts into one, it is read more than "
                     "once."
@@ -103,7 +103,7 @@ class Prompts:
         lines = content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
         self._lines = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
         if not self._lines:
-            raise InputError(f"prompts_file {str(path)!r} holds no prompt; write one a line.")
+            raise InputError(f"prompts_file {str(path)!r} holds no prompt; write one per line.")
 
     @property
     def count(self) -> int:
@@ -132,7 +132,7 @@ class Prompts:
         return Request(index, sample if self.num_samples > 1 else None, **given)
 
     def _parse(self, line: bytes, where: str, given: dict[str, Any]) -> dict[str, Any]:
-        """The content of a line, of which the id goes to `given`, also where the rest is of no use."""
+        """The content of a line. Its id goes to `given` first, so that it is known even if the rest is invalid."""
         try:
             text = line.decode()
         except UnicodeDecodeError as error:
@@ -149,7 +149,7 @@ class Prompts:
             dump(found).encode()
         except UnicodeEncodeError as error:
             raise InputError(f"{where} is not valid Unicode: it holds half of a surrogate pair.") from error
-        except RecursionError as error:  # what can be read need not be shallow enough to be written
+        except RecursionError as error:  # writing can recurse deeper than reading
             raise InputError(f"{where} is nested too deep; a line holds strings and numbers.") from error
         id_ = found.pop("id", None)
         if id_ is not None:

@@ -1,4 +1,4 @@
-"""What the ranks of a job tell each other."""
+"""Communication between the ranks of a job."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from litspec.placement.tensor_parallel import broadcast
 
 
 class Team:
-    """The ranks of a job. With placement "replicate" each makes texts of its own; else they make each text together.
+    """The ranks of a job. With placement "replicate" each rank generates its own texts.
+
+    With other placements all ranks generate each text together.
 
     Attributes:
         leading: Whether this rank writes the out file.
-        sharing: Whether each rank makes texts of its own.
+        sharing: Whether each rank generates its own texts.
     """
 
     END, STOP = -1, -2  # instead of a text's number
@@ -30,7 +32,7 @@ class Team:
         self._job = 0
 
     def agree(self, job: int) -> int:
-        """The first rank's value, on all ranks: a hash of the job, or 0 where it cannot begin."""
+        """Returns rank 0's value on all ranks: the hash of the job, or 0 if the job cannot begin."""
         if self.sharing:
             job = int(broadcast(torch.tensor([job], device=self.placed.device)).item())
         else:
@@ -39,7 +41,7 @@ class Team:
         return job
 
     def share(self, prompts: Prompts, start: int) -> list[int]:
-        """The texts that this rank makes, those before `start` left out. All samples of a prompt share its prefill."""
+        """The numbers of this rank's texts, from `start` on. One rank takes all samples of a prompt."""
         if not self.sharing:
             return list(range(start, len(prompts)))
         n = prompts.num_samples
@@ -47,28 +49,28 @@ class Team:
         return [number for i in mine for number in range(i * n, (i + 1) * n) if number >= start]
 
     def next(self, number: int) -> int:
-        """The text to make now: this rank's choice or, where all make it together, the first rank's."""
+        """Number of the next text: this rank's, or rank 0's if all ranks generate each text together."""
         return number if self.sharing else self.placed.share_int(number)
 
     def stop(self, *, failed: bool = False) -> None:
-        """Asks all ranks to end after their present texts."""
+        """Asks all ranks to end after their running texts."""
         self._stopped = True
         if self.sharing:
-            with suppress(LostRank):  # there is nobody left to ask
+            with suppress(LostRank):  # rank 0 has ended already
                 self._count("failed" if failed else "stopped", 1)
 
     @property
     def stopped(self) -> bool:
-        """Whether a rank has asked for that."""
+        """Whether a rank has called `stop`."""
         return self._stopped or (self.sharing and (self._count("stopped") > 0 or self.failed))
 
     @property
     def failed(self) -> bool:
-        """Whether a rank has asked for that because it could not go on."""
+        """Whether a rank has called `stop` after an error."""
         return self.sharing and self._count("failed") > 0
 
     def wait(self) -> None:
-        """Tells that this rank has ended. On the first rank waits until all have.
+        """Reports that this rank has finished. Rank 0 waits until all ranks have.
 
         Raises:
             LostRank: A rank has died.

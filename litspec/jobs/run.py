@@ -24,8 +24,8 @@ from litspec.placement import LostRank, process_rank
 
 SOME_FAILED = 1
 TERMINATED = 128 + signal.SIGTERM
-MERGE_SECONDS = 0.1  # between two looks at what other ranks have written
-WINDOW = 16  # for each slot so many prompts are put in the order of their lengths
+MERGE_SECONDS = 0.1  # between two reads of the files of other ranks
+WINDOW = 16  # prompts per slot that are sorted by length
 
 
 def run_job(
@@ -37,33 +37,33 @@ def run_job(
     batch_size: int | Literal["auto"] = "auto",
     **settings: Any,
 ) -> int:
-    """Generates a text for every prompt of a file, or goes on with that.
+    """Generates a text for every prompt of a file, or resumes an interrupted job.
 
-    A text's random numbers come from a hash of the seed and the prompt's number, so it depends on no other prompt, nor
-    on how often the job was interrupted or how many ranks shared it.
+    The random numbers of a text come from a hash of the seed and the prompt's number. So a text does not depend on
+    other prompts, on interruptions, or on the number of ranks.
 
     Args:
-        prompts_file: Prompts, one a line, see `prompts.Prompts`.
-        out_file: Where the texts go. It must not exist, or be what an earlier run of the same job left.
+        prompts_file: Prompts, one per line, see `prompts.Prompts`.
+        out_file: The file for the texts. It must not exist, or be that of an earlier run of the same job.
         load: Arguments of `SpecLLM.load`.
-        num_samples: Texts for each prompt.
-        batch_size: The most texts that a rank generates at the same time; "auto" for as many as pay and as memory
-            holds. A text does not depend on it, and an interrupted job may go on with another.
-        settings: Arguments of `SpecLLM.generate`; a line of `prompts_file` may say otherwise for itself.
+        num_samples: Number of texts per prompt.
+        batch_size: The most texts that a rank generates at the same time. "auto" takes as many as memory holds and as
+            increase throughput. Texts do not depend on it, and a job can be resumed with another value.
+        settings: Arguments of `SpecLLM.generate`. A line of `prompts_file` can override them for its own text.
 
     Returns:
-        The exit code: 0 when every prompt has its texts, 1 when some have an error instead, 143 after SIGTERM. 0 on all
-        ranks but the first.
+        The exit code: 0 when every prompt has its texts, 1 when some have an error instead, 143 after SIGTERM. Ranks
+        other than rank 0 return 0.
 
     Raises:
-        InputError: A file or setting that cannot be used, an `out_file` of another job or in use by another process, a
-            full disk. What was finished before is kept.
+        InputError: A file or setting cannot be used, `out_file` belongs to another job or is in use by another process,
+            or the disk is full. Finished texts are kept.
     """
     batch_size = check_batch_size(batch_size)
     load = vars(LoadConfig(**load))
     settings = vars(GenerateConfig(**{"seed": FLAG_DEFAULTS["seed"], **settings}))
     if settings["seed"] is None:
-        raise InputError("seed must be a whole number for a job, which could not be resumed else, got None")
+        raise InputError("seed must be a whole number, so that the job can be resumed, got None")
     if load["drafter"] != "none":
         check_k(settings["speculative_k"], load["verify_width"])
     prompts = Prompts(prompts_file, num_samples)
@@ -91,7 +91,7 @@ def run_job(
         team = Team(llm.placed)
         results = None
         try:
-            # A setting that no prompt can use is refused at once, and not line by line.
+            # Check the settings once here, so that an invalid one is not reported for every line.
             llm.generate("a", stream=True, **settings)
             if first:
                 wanted |= resolved(llm, wanted)
@@ -128,17 +128,17 @@ def _work(
     job: int,
     batch_size: int | Literal["auto"],
 ) -> None:
-    """Generates what is missing, until all of it is there or somebody wants an end.
+    """Generates the missing texts, until all are written or the job is asked to stop.
 
     Args:
         llm: The pair.
         team: The ranks.
         prompts: The prompts.
         files: The job's files.
-        done: What there was.
-        results: On the rank that leads, the files that it writes.
+        done: What an earlier run left.
+        results: The files that rank 0 writes; None on other ranks.
         settings: Arguments of `SpecLLM.generate`.
-        job: A hash of all that decides the texts.
+        job: Hash of all settings that decide the texts.
         batch_size: See `run_job`.
     """
     parts = Parts(files, job)
@@ -146,7 +146,7 @@ def _work(
     with Interrupts() as interrupts, Meter(done, len(prompts), shown=results is not None) as meter:
 
         def keep(answer: Answer | None = None) -> None:
-            """Writes a text down, and on the first rank all that have come from elsewhere and are next."""
+            """Writes a text. Rank 0 also writes the next texts that other ranks have finished."""
             with interrupts.held():
                 if answer is not None and part is not None:
                     part.put(answer)
@@ -168,7 +168,7 @@ def _work(
             if need:
                 llm.reserve(need, slots)
             if team.sharing or (slots > 1 and results is not None):
-                # Texts end in another order than that of the prompts.
+                # Texts finish in another order than that of the prompts.
                 part = files.new_part(team.placed.rank, job)
             keep()
             _generate(llm, team, prompts, numbers, settings, slots, interrupts, meter, keep)
@@ -189,7 +189,7 @@ def _work(
             team.stop(failed=not isinstance(error, KeyboardInterrupt))
             if not team.leading:
                 with suppress(LostRank):
-                    team.wait()  # it only tells that this rank has ended
+                    team.wait()  # on these ranks it only reports that they have finished
             raise
         finally:
             try:
@@ -211,10 +211,10 @@ def _generate(
     meter: Meter,
     keep: Callable[[Answer], None],
 ) -> None:
-    """Generates this rank's texts, so many at the same time, until it is through or somebody wants an end.
+    """Generates this rank's texts, up to `slots` at a time, until all are done or the job is asked to stop.
 
-    Ranks that make each text together do so in lockstep: a rank that cannot keep a text ends with the others, when the
-    texts that run have ended.
+    Ranks that generate each text together work in lockstep. If one of them cannot write a text, all end when the
+    running texts have finished.
     """
     todo = iter(numbers)
     failure: BaseException | None = None
@@ -256,7 +256,7 @@ def _generate(
             else:
                 kept(_finished(request, number, result))
     except torch.OutOfMemoryError as full:
-        # Not the prompts' fault, so nothing to write down: elsewhere there may be room for them.
+        # No error is written for the prompts: they may fit with a smaller batch or on another device.
         raise InputError(
             f"The device has no memory left for {slots} texts at the same time; run the same command again with a "
             "smaller batch_size, other devices or another placement: what is finished is kept."
@@ -273,10 +273,10 @@ def _settings_of(request: Request, settings: Mapping[str, Any]) -> GenerateConfi
     """
     given = {**settings, **request.settings}
     if not request.settings.keys().isdisjoint(FORMS):
-        # A line that says what form its text is to have says so alone.
+        # A line with its own form (schema, regex, grammar) replaces the form of the job.
         given |= {name: request.settings.get(name) for name in FORMS}
     if request.sample:
-        # The first sample has the seed itself: asking for more samples does not change it.
+        # The first sample uses the seed itself, so that it does not depend on num_samples.
         given["seed"] = text_seed(given["seed"], request.sample)
     return GenerateConfig(**given)
 
@@ -298,10 +298,10 @@ def _finished(request: Request, number: int, completion: Completion) -> Answer:
 
 
 def _longest_first(prompts: Prompts, numbers: Sequence[int], slots: int) -> list[int]:
-    """The order in which texts are begun: of so many neighbours the longest prompts first.
+    """The order in which texts start: within a window of `WINDOW * slots` prompts the longest first.
 
-    What is left to the end, when fewer texts run together, is short then. Not of all prompts, since the out file has
-    the prompts' own order and should grow while the job runs.
+    Short texts then run last, when fewer texts run together. Only a window is sorted, because the out file keeps the
+    order of the prompts and should grow while the job runs.
     """
     window = WINDOW * slots
     found: list[int] = []
@@ -311,10 +311,10 @@ def _longest_first(prompts: Prompts, numbers: Sequence[int], slots: int) -> list
 
 
 def _longest(llm: SpecLLM, requests: Sequence[Request], settings: Mapping[str, Any]) -> int:
-    """Tokens of the longest text, prompt and completion together, which the pair's caches should fit at once.
+    """Tokens of the longest text, prompt and completion together, for which the caches are allocated at once.
 
-    One that is replaced as prompts grow would have to read again what they have in common. The longest are looked for
-    among the prompts with most characters; should that miss one, the cache is replaced after all.
+    Replacing a cache when a longer prompt comes would lose the prefix that prompts share. Only the prompts with the
+    most characters are encoded. If that misses the longest one, the cache is replaced after all.
     """
     room = llm.placed.model.config.block_size
     longest = sorted(

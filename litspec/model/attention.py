@@ -19,12 +19,12 @@ from litspec.model.bound import bound, bound_if_any
 from litspec.model.kv_cache import MaskKind, Step
 from litspec.model.norm import RMSNorm, build_norm
 
-# Up to this many rows the query heads of a group are folded into rows; longer (prefill) chunks loop over them instead,
-# since the mask would have to be repeated for each.
+# Up to this many rows the query heads of a group are folded into rows. Longer (prefill) chunks loop over the heads,
+# since folding would repeat the mask for each.
 MAX_FOLDED_ROWS = 64
-# Folded rows are filled up to a multiple of the one, and to at least the other, see `folded_rows`.
+# Folded rows are padded to a multiple of ROW_GROUP, and to at least FEWEST_ROWS, see `folded_rows`.
 ROW_GROUP, FEWEST_ROWS = 4, 12
-# Keys whose values are added up in one product where attention is done by hand.
+# Number of keys per product in `softcapped_attention`.
 KEY_BLOCK = 64
 
 
@@ -39,7 +39,7 @@ def deinterleave(x: Tensor) -> Tensor:
 
 
 def mask_kind(window: int | None, heads_per_group: int, width: int, softcap: float | None) -> MaskKind:
-    """The mask that `attend` wants: one with a row for each folded query, where queries are folded."""
+    """The kind of mask for `attend`: with one row per folded query if queries are folded."""
     if width > MAX_FOLDED_ROWS:
         return window, 1, 0
     missing = folded_rows(heads_per_group, width) - heads_per_group * width
@@ -47,11 +47,11 @@ def mask_kind(window: int | None, heads_per_group: int, width: int, softcap: flo
 
 
 def folded_rows(heads_per_group: int, width: int) -> int:
-    """Rows that the queries of a group fill, with the rows that are added for their bits' sake.
+    """Rows of the folded queries of a group, including the padding that keeps bits equal.
 
-    Of a product inside the attention, the last few rows that fill no whole group of `ROW_GROUP` round in another way on
-    some CPUs, and so do all of fewer than `FEWEST_ROWS` where one head has all threads. A single row is left alone: no
-    block of one row agrees with longer ones everywhere.
+    In a product inside the attention, rows that do not fill a group of `ROW_GROUP` round differently on some CPUs. So
+    do fewer than `FEWEST_ROWS` rows if one head has all threads. A single row is not padded: it has other bits than
+    longer blocks anyway.
     """
     rows = heads_per_group * width
     return rows if width == 1 else max(FEWEST_ROWS, -(-rows // ROW_GROUP) * ROW_GROUP)
@@ -93,8 +93,8 @@ def attend(
 def softcapped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
     """Attention whose scores are squeezed into (-softcap, softcap) before the mask (Gemma 2, arXiv 2408.00118).
 
-    No fused kernel has this, so the products are done by hand. The product of probabilities and values is added up over
-    fixed blocks of keys in order: one product over all L would sum in an order that depends on L.
+    No fused kernel supports this, so the products are computed one by one. The product of probabilities and values is
+    summed over fixed blocks of keys, in order. A single product over all L would sum in an order that depends on L.
 
     Args:
         q: `(B, G, R, W, D)`; k, v: `(B, G, L, D)`; mask: `(B, 1, W, L)`.
@@ -139,7 +139,7 @@ class CausalSelfAttention(litgpt.model.CausalSelfAttention):
         self.bind()
 
     def bind(self) -> None:
-        """Takes up the weights as they are now."""
+        """Binds the present weights, see `litspec.model.bound`."""
         self._qkv, self._proj = bound(self.qkv), bound(self.proj)
         self._norm_q, self._norm_k = bound_if_any(self.norm_q), bound_if_any(self.norm_k)
 
@@ -175,8 +175,8 @@ class CausalSelfAttention(litgpt.model.CausalSelfAttention):
 class MultiheadLatentAttention(litgpt.model.MultiheadLatentAttention):
     """LitGPT's multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), cached as full keys and values.
 
-    Heads of keys and values differ in size; the smaller is padded with zeros in the cache, since with unequal sizes the
-    operator leaves its fused kernel, and rows lose their bits.
+    Heads of keys and values differ in size. The smaller is padded with zeros in the cache: with unequal sizes PyTorch
+    does not use its fused kernel, and bits then depend on the number of rows.
     """
 
     window = None

@@ -1,4 +1,4 @@
-"""The parts of a layer as plain functions: what a small forward pays for is mostly the way to its operators."""
+"""Modules as plain functions. In a small forward most of the time is the overhead of calling modules."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from litspec.model.norm import RMSNorm
 
 
 def bound(module: nn.Module) -> Callable[..., Tensor]:
-    """What calling the module comes to, with the weights and hooks that it has now."""
+    """A function that does what calling the module does, with its present weights and hooks."""
     if module._forward_hooks or module._forward_pre_hooks:
         return module.__call__
     if type(module) is nn.Linear:
-        # Rows are two-dimensional everywhere: `F.linear` would come to these, by a longer way.
+        # Rows are two-dimensional everywhere, so this equals `F.linear` with less overhead.
         transposed = module.weight.detach().t()
         if module.bias is None:
             return partial(torch.mm, mat2=transposed)
@@ -27,5 +27,5 @@ def bound(module: nn.Module) -> Callable[..., Tensor]:
 
 
 def bound_if_any(module: nn.Module | None) -> Callable[..., Tensor] | None:
-    """The same; None where there is no module, or one that does nothing."""
+    """As `bound`; None without a module, or for an `nn.Identity`."""
     return None if module is None or type(module) is nn.Identity else bound(module)

@@ -43,8 +43,8 @@ class DFlashConfig:
         windows: For each layer the sliding window, None for all that is there.
         causal: For each layer whether a row sees only itself and what stands before it.
         norm_eps: Of RMSNorm.
-        rope_base: Of the rotary embedding ...
-        rope_extra: ... and its scaling, as LitGPT's `rope_adjustments`.
+        rope_base: Base of the rotary embedding.
+        rope_extra: Scaling of the rotary embedding, as LitGPT's `rope_adjustments`.
         attention_bias: Whether the attention's projections have a bias.
         sample_from_anchor: Whether row j proposes the token behind it (B proposals), else its own (B - 1).
         embedding_scale: Multiplies the target's raw embedding.
@@ -53,8 +53,8 @@ class DFlashConfig:
         draft_vocab_size: Ids of a head of its own; None where it has the target's.
         conv_kernel_size: Taps of the convolutions of version 2; 0 for version 1.
         conv_group_size: Channels that share a kernel.
-        selector_rank: Rank of the selector of version 2 ...
-        selector_top_k: ... which chooses among so many candidates; 0 for none.
+        selector_rank: Rank of the selector of version 2.
+        selector_top_k: Number of candidates that the selector chooses from; 0 without a selector.
     """
 
     n_embd: int

@@ -1,4 +1,4 @@
-"""The GPT that verifies: LitGPT's config and weights, a forward made for blocks. Notation: `litspec.model.kv_cache`."""
+"""The model: LitGPT's config and weights, with a forward for blocks of rows. Notation: `litspec.model.kv_cache`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from litspec.errors import InputError
 from litspec.model.attention import MAX_FOLDED_ROWS, CausalSelfAttention, MultiheadLatentAttention, mask_kind
 from litspec.model.bound import bound, bound_if_any
 from litspec.model.kv_cache import SMALLEST_COMPILED, KVCache, Step, kv_bucket
-from litspec.model.mlp import build_mlp
+from litspec.model.mlp import LLaMAMoE, build_mlp
 from litspec.model.norm import build_norm
 
 
@@ -35,7 +35,7 @@ class Block(nn.Module):
         self.norm_1 = norm(config.norm_1)
         self.attn = attention(config, block_idx)
         self.post_attention_norm = norm(config.post_attention_norm)
-        # The MLP may take what the attention took.
+        # The MLP may have the same input as the attention.
         self.shared_attention_norm = config.norm_2 and config.shared_attention_norm
         self.norm_2 = None if self.shared_attention_norm else norm(config.norm_2)
         self.mlp = build_mlp(config, block_idx)
@@ -43,7 +43,7 @@ class Block(nn.Module):
         self.bind()
 
     def bind(self) -> None:
-        """Takes up the weights as they are now."""
+        """Binds the present weights, see `litspec.model.bound`."""
         self._norm_1, self._norm_2 = bound_if_any(self.norm_1), bound_if_any(self.norm_2)
         self._post_attention_norm = bound_if_any(self.post_attention_norm)
         self._post_mlp_norm = bound_if_any(self.post_mlp_norm)
@@ -74,8 +74,8 @@ class Transformer(Protocol):
 class GPT(nn.Module):
     """A decoder-only transformer with LitGPT's `Config` and parameter names, for inference.
 
-    Keys and values live in a `KVCache` that the caller holds. `prefill` reads a prompt, `verify` runs a block of rows
-    and can be undone by doing nothing: rows behind the last committed position are masked until they are overwritten.
+    Keys and values are in a `KVCache` that the caller holds. `prefill` reads a prompt. `verify` runs a block of rows.
+    Refused rows need no rollback: positions behind the last committed one are masked until they are overwritten.
     """
 
     def __init__(self, config: Config) -> None:
@@ -96,10 +96,10 @@ class GPT(nn.Module):
     # ---- weights ----
 
     def bind(self) -> None:
-        """Takes up the weights as they are now: layers hold them as functions (`litspec.model.bound`).
+        """Binds the present weights: layers hold them as functions, see `litspec.model.bound`.
 
-        Loading and moving the module do so, and so does `make_cache`; who assigns a parameter by hand while a cache is
-        in use does it himself.
+        Loading or moving the module and `make_cache` call it. Call it yourself after you assign a parameter while a
+        cache is in use.
         """
         for block in self.transformer.h:
             block.bind()
@@ -119,9 +119,15 @@ class GPT(nn.Module):
         self.bind()
         return self
 
+    def fix_shapes(self) -> None:
+        """Makes all shapes inside `verify` depend on its arguments' shapes alone, as one graph for all calls needs."""
+        for block in self.transformer.h:
+            if isinstance(block.mlp, LLaMAMoE):
+                block.mlp.fixed_shapes = True
+
     # ---- sessions ----
 
-    @torch.inference_mode(False)  # tensors born in inference mode could not be written to outside of it
+    @torch.inference_mode(False)  # tensors created in inference mode cannot be written outside of it
     @torch.no_grad()
     def make_cache(
         self,
@@ -135,11 +141,11 @@ class GPT(nn.Module):
         """An empty cache for one session.
 
         Args:
-            max_seq_length: committed positions it must hold, at most the config's `block_size`.
+            max_seq_length: most committed positions, at most the config's `block_size`.
             batch_size: sequences, B.
-            width: rows of the widest block; that many slots come on top for the overhang of the last block.
-            powers_of_two: whether its size and the buckets read double throughout, as compiled steps want them.
-            n_layer: only for so many blocks, where no more will be run; None: for all.
+            width: rows of the widest block. The cache has this many extra slots for the last block.
+            powers_of_two: whether sizes and buckets are powers of two, for compiled steps.
+            n_layer: number of first blocks that will be run; None for all.
 
         Raises:
             InputError: `max_seq_length` exceeds the context length of the model.
@@ -171,7 +177,7 @@ class GPT(nn.Module):
     def prefill(
         self, idx: Tensor, cache: KVCache, *, start: int = 0, chunk_size: int = 512, taps: Sequence[int] = ()
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Read a prompt, a chunk at a time, so that memory beyond K/V does not grow with its length.
+        """Reads a prompt in chunks, so that memory other than K/V does not grow with its length.
 
         Args:
             idx: tokens `(B, T)`, at positions `start`, `start + 1`, ...
@@ -189,7 +195,7 @@ class GPT(nn.Module):
             first = start + begin
             input_pos = torch.full((idx.size(0),), first, device=idx.device)
             kv_length = cache.bucket(first + chunk.size(1))
-            # Not named: the mask of one chunk is gone before that of the next is made.
+            # Without a name, the mask of a chunk is freed before the next one is allocated.
             x, hidden = self._rows(
                 chunk, self._step(cache, input_pos, chunk.size(1), kv_length, exact=False), cache, taps
             )

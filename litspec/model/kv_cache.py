@@ -20,21 +20,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# What attention masks differ in: the window (None: no window), how many copies of the rows stand below each other, and
-# how many rows that see everything follow them.
+# A kind of attention mask: the window (None without one), the number of copies of the rows, and the number of padding
+# rows behind them, which see everything.
 MaskKind = tuple[int | None, int, int]
 
 
-# A compiled step costs more to build than the few slots it could save in a short text.
+# Shorter compiled steps would not save enough to be worth the time to compile them.
 SMALLEST_COMPILED = 512
 
 
 def kv_bucket(length: int, *, powers_of_two: bool = False) -> int:
     """The number of K/V slots read to cover `length` positions: 64, 128, 512, then multiples of 512.
 
-    The CPU's fused attention works through the keys 512 at a time. A longer bucket then adds whole masked chunks and
-    changes no bit of the result, while a length that cuts a chunk elsewhere does. Up to 128 keys are summed in one go,
-    whatever is masked behind them; 256 are not on every processor.
+    The CPU's fused attention processes the keys in chunks of 512. A longer bucket adds whole masked chunks and changes
+    no bit of the result; another length would. Up to 128 keys are summed at once, independent of what is masked behind
+    them. For 256 keys this is not so on every processor.
 
     Args:
         length: positions to cover.
@@ -51,17 +51,17 @@ def kv_bucket(length: int, *, powers_of_two: bool = False) -> int:
 
 
 class KVCache:
-    """Keys and values of one session. The model owns none, so that one model serves any number of texts at once.
+    """Keys and values of one session. The model holds none, so one model serves any number of texts.
 
-    Every position has its own slot, also in layers with a sliding window: there the window is a mask. A ring of the
-    window's size would let the rows of a refused draft overwrite keys that are still in sight.
+    Every position has its own slot, also in layers with a sliding window, where the window is a mask. In a ring buffer
+    the rows of a refused draft could overwrite keys that are still in the window.
 
     Attributes:
-        k: one buffer per layer, `(B, G, S, D)`. Zeroed at birth: a masked slot may hold any number, but not NaN.
+        k: one buffer per layer, `(B, G, S, D)`. Zero at first: a masked slot may hold any number except NaN.
         v: the same for the values.
         rope: per rope base a table `(S, 2, n)` of cosines, and of sines whose first half is negated; shared with the
             model's other caches.
-        max_seq_length: committed positions there is room for; the overhang of the last block comes on top.
+        max_seq_length: most committed positions. The buffers have extra slots for the last block.
         powers_of_two: whether buckets double throughout (see `kv_bucket`).
     """
 

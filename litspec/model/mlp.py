@@ -13,26 +13,26 @@ from torch import Tensor, nn
 
 from litspec.model.bound import bound
 
-# PyTorch's CPU operators go through a tensor in vectors, up to 64 elements a step, and hand what is left over to a
-# scalar routine, whose exponential may differ in the last bit. Beyond so many elements (GELU; 32,768 for others) they
-# also cut the tensor into one piece per thread, each with its own left-overs.
+# PyTorch's CPU operators process a tensor in vectors of up to 64 elements, and the remainder in a scalar routine, whose
+# exponential may differ in the last bit. Above `SINGLE_THREADED` elements (GELU; 32,768 for others) the tensor is also
+# cut into one piece per thread, each with its own remainder.
 VECTOR_STEP = 64
 SINGLE_THREADED = 16384
-# Rows of a prompt's chunk up to which gathering each expert's own costs more than it saves.
+# For prompt chunks of up to this many rows, gathering each expert's rows costs more than it saves.
 SHORT_CHUNK = 64
 
 
 def activate(function: Callable[[Tensor], Tensor], x: Tensor, exact: bool = True) -> Tensor:
     """An elementwise function of rows `x` `(N, size)`, such that a row's result does not depend on its place.
 
-    One call does where all rows fall on whole vectors of one thread; else each row gets a call of its own. Nothing of
-    that is needed for rows that need not be `exact` (see `Step`), nor on GPUs, which compute every element alike.
+    Each call takes as many rows as consist of whole vectors of one thread, perhaps a single row. Rows that need not be
+    `exact` (see `Step`) and GPUs need no such care.
     """
     rows, size = x.shape
-    whole = size % VECTOR_STEP == 0 and rows * size <= SINGLE_THREADED
-    if whole or rows == 1 or not exact or not x.is_cpu:
+    together = max(1, SINGLE_THREADED // size) if size % VECTOR_STEP == 0 else 1
+    if rows <= together or not exact or not x.is_cpu:
         return function(x)
-    return torch.stack([function(row) for row in x])
+    return torch.cat([function(part) for part in x.split(together)])
 
 
 class GptNeoxMLP(litgpt.model.GptNeoxMLP):
@@ -44,7 +44,7 @@ class GptNeoxMLP(litgpt.model.GptNeoxMLP):
         self.bind()
 
     def bind(self) -> None:
-        """Takes up the weights as they are now."""
+        """Binds the present weights, see `litspec.model.bound`."""
         self._fc, self._proj = bound(self.fc), bound(self.proj)
 
     def forward(self, x: Tensor, exact: bool = True) -> Tensor:
@@ -62,7 +62,7 @@ class LLaMAMLP(litgpt.model.LLaMAMLP):
         self.bind()
 
     def bind(self) -> None:
-        """Takes up the weights as they are now."""
+        """Binds the present weights, see `litspec.model.bound`."""
         self._fc_1, self._fc_2, self._proj = bound(self.fc_1), bound(self.fc_2), bound(self.proj)
 
     def forward(self, x: Tensor, exact: bool = True) -> Tensor:
@@ -87,11 +87,16 @@ class GroupedTopkRouter(litgpt.model.GroupedTopkRouter):
 
 
 class LLaMAMoE(nn.Module):
-    """A mixture of experts (Mixtral, Qwen3-MoE, DeepSeek)."""
+    """A mixture of experts (Mixtral, Qwen3-MoE, DeepSeek).
+
+    Attributes:
+        fixed_shapes: Whether the shapes of blocks must not depend on values, see `GPT.fix_shapes`.
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
+        self.fixed_shapes = False
         gate = GroupedTopkRouter(config) if config.n_expert_groups else None
         self.gate = gate or nn.Linear(config.n_embd, config.n_expert, bias=False)
         size = config.moe_intermediate_size
@@ -100,17 +105,17 @@ class LLaMAMoE(nn.Module):
             self.shared_experts = LLaMAMLP(config, intermediate_size=size * config.n_shared_expert)
 
     def bind(self) -> None:
-        """Takes up the weights as they are now."""
+        """Binds the present weights, see `litspec.model.bound`."""
         for expert in (*self.experts, *([self.shared_experts] if self.config.n_shared_expert else [])):
             expert.bind()
 
     def forward(self, x: Tensor, exact: bool = True) -> Tensor:
         """Rows `x` `(N, C)` through the experts each is routed to, `(N, C)`.
 
-        Where rows are to be `exact` (see `Step`), an expert that any row is routed to runs on all rows, with weight
-        zero where it was not asked for: a product over only its own rows would sum in another order for another choice
-        of rows. Chunks of a prompt, always cut the same way, hand each expert its own rows. Which experts are touched
-        is read on the host; a compiled graph cannot, and runs them all.
+        For `exact` rows (see `Step`) each expert that any row is routed to runs on all rows, with weight zero for the
+        other rows. A product over the expert's own rows only would round differently for another choice of rows. In
+        chunks of a prompt, which are always cut the same way, each expert runs on its own rows. The list of used
+        experts is read on the host. A step of `fixed_shapes` cannot read it and runs all experts.
         """
         if self.config.n_expert_groups:
             probs, experts = self.gate(x, exact)
@@ -120,7 +125,7 @@ class LLaMAMoE(nn.Module):
         probs = (probs * self.config.routed_scaling_factor).to(x.dtype)
         weights = torch.zeros(len(x), len(self.experts), dtype=x.dtype, device=x.device).scatter(1, experts, probs)
         y = torch.zeros_like(x)
-        touched = range(len(self.experts)) if torch.compiler.is_compiling() else experts.unique().tolist()
+        touched = range(len(self.experts)) if exact and self.fixed_shapes else experts.unique().tolist()
         for expert in touched:
             if exact or len(x) <= SHORT_CHUNK:
                 y = torch.addcmul(y, self.experts[expert](x, exact), weights[:, expert, None])

@@ -16,7 +16,7 @@ class RMSNorm(litgpt.model.RMSNorm):
         return self.bound()(x)
 
     def bound(self) -> RMSNormFunction:
-        """The same as a function, which holds the weights as they are now."""
+        """This norm as a function of its present weights."""
         weight = self.weight.detach()
         return RMSNormFunction(1 + weight if self.add_unit_offset else weight, self.eps)
 
@@ -39,7 +39,7 @@ class RMSNormFunction:
             self.floor = torch.tensor((n * eps) ** 0.5)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if not self.on_cpu or torch.compiler.is_compiling():
+        if not self.on_cpu:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         if x.dtype != torch.float32:
             return self(x.float()).to(x.dtype)

@@ -1,8 +1,8 @@
-"""Linear layers of a few rows on a CPU: weights laid out for them once, when loading.
+"""Linear layers for few rows on a CPU: weights are packed once, when loading.
 
 A product of a few rows reads each weight once and should take as long as one row does. PyTorch's general product does
 not: in float32 five rows cost twice what one costs, eight three times (2 cores; vocabulary 49,152 x 576: 4.4, 9.9 and
-14.7 ms; packed 4.3, 4.9 and 5.8), and in bfloat16 it lays the weights out anew in each call.
+14.7 ms; packed 4.3, 4.9 and 5.8), and in bfloat16 it packs the weights again in each call.
 
 Packed float32 layers also give the same bits for two rows and more, which the general product does not: of a model that
 the caches do not hold, all are packed (layers of 576 x 576 to 576 x 1536, one thread: 2 rows 1.36 times one row of the
@@ -18,11 +18,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-# Elements of a layer, and rows of a forward, from which on packing was seen to pay.
+# Least elements of a layer, and least rows of a forward, for which packing was measured to be faster.
 GAINS = {torch.float32: (2**18, 2), torch.bfloat16: (2**19, 1)}
-# Bytes of a model, and rows of a forward, up to which and from which on weights by columns were seen to pay.
+# Most bytes of a model, and least rows of a forward, for which weights by columns were measured to be faster.
 COLUMNS = (2**25, 5)
-# Bytes of a model of which every float32 layer is packed, whatever its size: one that is not keeps the class small.
+# Above this many bytes every float32 layer of a model is packed: an unpacked one would limit the equal row counts.
 LARGE = 2**25
 
 
@@ -44,11 +44,11 @@ class PackedLinear(nn.Module):
 
 
 def pack(model: nn.Module, rows: int, *, blocks: bool = True) -> None:
-    """Lays out the layers of a model that gain by it, one after the other, in place; the old weights are let go.
+    """Packs the layers of a model that become faster, one by one and in place. The old weights are freed.
 
     Args:
-        model: Complete; on another device than a CPU it is left alone, as it is packed nowhere without oneDNN.
-        rows: How many rows its forwards will have.
+        model: A loaded model. On other devices than a CPU, and without oneDNN, nothing is packed.
+        rows: Number of rows of its forwards.
         blocks: Whether a `PackedLinear` may take the place of a layer.
     """
     most_bytes, fewest_rows = COLUMNS
@@ -56,12 +56,12 @@ def pack(model: nn.Module, rows: int, *, blocks: bool = True) -> None:
     if rows >= fewest_rows and size <= most_bytes:
         for layer in model.modules():
             if type(layer) is nn.Linear and layer.weight.is_cpu and layer.weight.dtype is torch.float32:
-                # The same matrix to whoever looks at it.
+                # The same matrix, with another memory layout.
                 columns = layer.weight.detach().t().contiguous().t()
                 layer.weight = nn.Parameter(columns, requires_grad=layer.weight.requires_grad)
     if not (blocks and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return
-    # Names, not layers: nothing but the model may hold on to what is replaced.
+    # Names, not layers: a reference would keep the replaced weights alive.
     names = [
         name
         for name, layer in model.named_modules()
@@ -74,7 +74,7 @@ def pack(model: nn.Module, rows: int, *, blocks: bool = True) -> None:
 
 
 def slows_one_row(model: nn.Module) -> bool:
-    """Whether weights were laid out in a way with which a forward of one row takes longer."""
+    """Whether weights were packed in a way that slows down a forward of one row."""
     layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear | PackedLinear)]
     return any(
         layer.weight.dtype is torch.float32 and (isinstance(layer, PackedLinear) or not layer.weight.is_contiguous())

@@ -1,4 +1,4 @@
-"""Where the weights live, by Lightning Fabric. The decode loop never asks."""
+"""Placement of the weights on devices, with Lightning Fabric. The decode loop does not depend on it."""
 
 from litspec.placement.heartbeat import LostRank
 from litspec.placement.place import place, process_rank

@@ -1,4 +1,4 @@
-"""Tells when another rank has died, so that the others end with a sentence instead of waiting for it."""
+"""Detects ranks that have died, so that the others end with a message instead of waiting forever."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import torch.distributed as dist
 
 BEAT_SECONDS = 3.0
 LOST_SECONDS = 40.0
-LEAVING_SECONDS = 5.0  # a store that answers at all does so at once
+LEAVING_SECONDS = 5.0  # the store answers at once or not at all
 
 
 class LostRank(RuntimeError):
     """Another rank has ended or cannot be reached.
 
     Attributes:
-        seen: Whether this process has met one.
+        seen: Whether this error was raised in this process.
     """
 
     seen = False
@@ -34,25 +34,25 @@ class LostRank(RuntimeError):
 
     @classmethod
     def because(cls, error: BaseException) -> LostRank:
-        why = " ".join(str(error).split()).split(". ")[0]  # the engine goes on to guess
+        why = " ".join(str(error).split()).split(". ")[0]  # the rest of the message is speculation
         return cls(f"Another rank has ended or cannot be reached, so this one ends too ({why}).")
 
 
 class Heartbeat:
-    """Counters of all ranks in a store on rank 0, which each rank raises every few seconds and looks at.
+    """Counters of all ranks in a store on rank 0. Each rank increments its own and reads the others every few seconds.
 
-    A collective would end by its timeout, but that must be long: a rank that waits for a slow reader of its output, or
-    that loads from a slow disk, is alive. A dead one is told by its silence. While `needed` is true this process ends
-    when another has been silent for `LOST_SECONDS`.
+    The timeout of a collective must be long, since a rank that waits for a slow disk or a slow reader is alive. A dead
+    rank is detected because its counter stops. While `needed` is true, this process ends when another rank has been
+    silent for `LOST_SECONDS`.
 
     Attributes:
-        needed: Whether this rank cannot go on without the others, as within a round.
+        needed: Whether this rank needs the others to continue, for example within a round.
 
     Args:
-        rank: This process ...
-        world_size: ... of so many.
-        store: Shared by all ranks, see `own_store`.
-        children: Processes that this one has started as ranks: of these it sees at once that they have ended.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        store: A store shared by all ranks, see `own_store`.
+        children: Ranks that this process has started. Their end is detected at once.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Heartbeat:
         self._seen = {other: (0, now) for other in range(world_size) if other != rank}
         self._ended: set[int] = set()
         self._leaving = threading.Event()
-        # Two threads, since one that asks a rank 0 that hangs would hang with it.
+        # Two threads: a thread that waits for a hanging rank 0 hangs too.
         self._threads = [
             threading.Thread(target=target, daemon=True, name=f"litspec-{target.__name__}")
             for target in (self._beat, self._watch)
@@ -76,13 +76,13 @@ class Heartbeat:
         atexit.register(self._leave)
 
     def _leave(self) -> None:
-        """Ends the threads: one that is within the store when the interpreter goes would abort the whole process."""
+        """Ends the threads. A thread inside the store at interpreter exit would abort the process."""
         self._leaving.set()
         for thread in self._threads:
             thread.join(LEAVING_SECONDS)
 
     def lost(self) -> list[int]:
-        """The ranks that have been silent for too long without having said that they end."""
+        """The ranks that have been silent for `LOST_SECONDS` without reporting their end."""
         old = time.monotonic() - LOST_SECONDS
         dead = [rank for rank, child in self._children.items() if child.poll() is not None and child.returncode]
         silent = [
@@ -90,13 +90,13 @@ class Heartbeat:
             for other, (_, seen) in self._seen.items()
             if (seen < old or other in dead) and other not in self._ended
         ]
-        return [0] if 0 in silent else silent  # without rank 0 nothing is heard of the others
+        return [0] if 0 in silent else silent  # rank 0 keeps the counters of all
 
     def counter(self, name: str, step: int = 0) -> int:
-        """A number that all ranks share, 0 at first, after adding `step` to it.
+        """Adds `step` to a counter that all ranks share, and returns its value. It starts at 0.
 
         Raises:
-            LostRank: Rank 0, who keeps it, has ended.
+            LostRank: Rank 0, which keeps the counter, has ended.
         """
         try:
             return self._store.add(f"counters/{name}", step)
@@ -104,10 +104,10 @@ class Heartbeat:
             raise LostRank.because(error) from error
 
     def wait_for_all(self) -> None:
-        """Says that this rank has done its share; rank 0 returns when all have.
+        """Reports that this rank has finished. Rank 0 waits until all ranks have.
 
         Raises:
-            LostRank: A rank died before it had.
+            LostRank: A rank died before it had finished.
         """
         try:
             self._store.add(f"ended/{self.rank}", 1)
@@ -131,7 +131,7 @@ class Heartbeat:
             try:
                 self._store.add(f"beats/{self.rank}", 1)
                 self._look()
-            except RuntimeError:  # rank 0, who keeps the store, has ended or cannot be reached
+            except RuntimeError:  # rank 0, which keeps the store, has ended or cannot be reached
                 pass
             self._leaving.wait(BEAT_SECONDS)
 
@@ -147,11 +147,11 @@ class Heartbeat:
 
 
 def own_store(rank: int, share_int: Callable[[int], int]) -> dist.Store:
-    """A store for ranks that have met elsewhere.
+    """A store for ranks that are connected already.
 
     Args:
-        rank: This process.
-        share_int: Gives rank 0's number to all ranks.
+        rank: Rank of this process.
+        share_int: Returns rank 0's number on all ranks.
     """
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     timeout = timedelta(seconds=LOST_SECONDS)

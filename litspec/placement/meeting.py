@@ -1,4 +1,4 @@
-"""How ranks start and find each other: parents and children end together, and nobody waits without end or a word."""
+"""Rendezvous: how ranks start and find each other. Every wait has a timeout and a message."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from litspec.errors import InputError, printable
 from litspec.lifeline import env_int
 from litspec.placement.heartbeat import LOST_SECONDS, LostRank
 
-MEETING_SECONDS = 60.0  # a rank imports its libraries meanwhile
-SILENT_SECONDS = 5.0  # then a sentence says what is waited for
-LEAVING_SECONDS = 15.0  # for started ranks to end by themselves, once rank 0 is through
+MEETING_SECONDS = 60.0  # includes the time in which a rank imports its libraries
+SILENT_SECONDS = 5.0  # after this a message says what is waited for
+LEAVING_SECONDS = 15.0  # time for started ranks to end by themselves after rank 0
 POLL_SECONDS = 0.05
 
 
 class Meeting:
-    """Where the ranks of a run meet.
+    """The rendezvous of the ranks of a run.
 
     Args:
-        environment: Fabric's view of who started them.
-        local: Ranks of this machine.
-        nodes: Machines.
+        environment: Fabric's description of the launcher.
+        local: Number of ranks per machine.
+        nodes: Number of machines.
 
     Attributes:
-        rank: This process among ...
-        ranks: ... so many.
+        rank: Rank of this process.
+        ranks: Number of ranks.
         children: The processes that this one has started, by rank.
 
     Raises:
-        InputError: The environment describes no meeting, or the port is taken.
+        InputError: The environment variables are incomplete or wrong.
     """
 
     def __init__(self, environment: ClusterEnvironment, local: int, nodes: int) -> None:
@@ -67,7 +67,7 @@ class Meeting:
             ) from error
 
     def _check_described(self, nodes: int, node: int) -> None:
-        """Without a launcher that Fabric knows, what ranks must know of each other stands in these variables."""
+        """Checks the environment variables that replace a launcher which Fabric knows."""
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if "LOCAL_RANK" in os.environ and missing:
             raise InputError(
@@ -83,14 +83,14 @@ class Meeting:
             raise InputError(f"NODE_RANK is {node}, but num_nodes = {nodes}; it counts from 0.")
 
     def hold(self) -> dist.Store:
-        """Starts the ranks of this machine, if nobody has, and returns when all are there.
+        """Starts the ranks of this machine if no launcher has, and waits until all ranks are there.
 
         Returns:
             A store that all ranks share.
 
         Raises:
-            InputError: The port is taken, or not all came within `MEETING_SECONDS`.
-            LostRank: A rank that this one had started has ended.
+            InputError: The port is taken, or a rank did not come within `MEETING_SECONDS`.
+            LostRank: A rank that this process started has ended.
         """
         until = time.monotonic() + MEETING_SECONDS
         waiting = threading.Timer(SILENT_SECONDS, self._say_waiting)
@@ -145,7 +145,7 @@ class Meeting:
             raise
 
     def _reach(self) -> None:
-        """Returns when somebody listens at the meeting's port; a store would try for longer, and noisily."""
+        """Waits until rank 0 listens at its port. The store itself would retry for longer and print warnings."""
         until = time.monotonic() + MEETING_SECONDS
         while True:
             try:
@@ -153,7 +153,7 @@ class Meeting:
                 return
             except OSError as error:
                 if time.monotonic() > until:
-                    raise InputError(f"{self._waited()}: nobody answers there ({error}).") from error
+                    raise InputError(f"{self._waited()}: no process answers there ({error}).") from error
             time.sleep(4 * POLL_SECONDS)
 
     def _start(self, store: dist.TCPStore) -> None:
@@ -180,7 +180,7 @@ class Meeting:
         os.close(theirs)
 
     def _end(self, descriptor: int) -> None:
-        """Waits for the processes that this one has started; one that does not end is ended."""
+        """Waits for the processes that this one has started, and kills those that do not end in time."""
         until = time.monotonic() + LEAVING_SECONDS
         for child in self.children.values():
             try:

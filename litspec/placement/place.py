@@ -1,4 +1,4 @@
-"""`place`: from a pair of checkpoints and a few settings to a `Placed` pair, by Lightning Fabric."""
+"""`place`: loads a pair of checkpoints and puts it on devices, with Lightning Fabric."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from litspec.placement.tensor_parallel import Shard, TensorParallel, broadcast, 
 from litspec.types import DraftPlacementName, PlacementName, Quantize
 
 DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}
-# Positions whose keys and values are counted when memory is shared out; a longer text needs more.
+# Positions whose keys and values are counted when layers are distributed; a longer text needs more.
 COUNTED_POSITIONS = 8192
-# Left free on every device: activations, the engine's own buffers, fragments.
+# Left free on every device for activations, the engine's buffers and fragmentation.
 RESERVE_BYTES = 2**30
 
 
 @dataclass(frozen=True)
 class Part:
-    """One of the two models, as it is to be loaded.
+    """How one of the two models is loaded.
 
     Attributes:
-        checkpoint: Where from.
-        dtype: Of its weights.
-        device: Where to; None: to the device of the rank.
+        checkpoint: The checkpoint.
+        dtype: Dtype of the weights.
+        device: Device of the weights; None for the device of the rank.
         cut: Whether it is cut across ranks.
-        rows: How many rows its forwards have.
+        rows: Number of rows of its forwards.
         compiled: Whether its steps are compiled.
     """
 
@@ -59,7 +59,7 @@ class Part:
     compiled: bool = False
 
     def bytes_on(self, rank: int, ranks: int) -> int:
-        """Bytes of its weights that come to the rank's own device."""
+        """Bytes of its weights on the rank's own device."""
         if self.device is not None:
             return 0
         part = Shard(self.checkpoint.config, rank, ranks).part if self.cut else None
@@ -88,27 +88,27 @@ def place(
     verify_width: int = 8,
     compile: bool = False,
 ) -> Placed:
-    """Loads a pair and puts its weights where the placement says.
+    """Loads a pair and puts its weights on devices.
 
-    With "tensor_parallel" and "replicate" on several devices there is one process per device. Where `torchrun`,
-    `fabric run` or SLURM started them, they meet here; else the first process starts the others, by running its own
-    command line once more for each.
+    With "tensor_parallel" and "replicate" on several devices there is one process per device. Processes that
+    `torchrun`, `fabric run` or SLURM started connect here. Without a launcher the first process starts the others, by
+    running its own command line again for each.
 
     Args:
         target: The target's checkpoint.
-        draft: The draft's, None where no draft model is wanted.
-        accelerator: As in Lightning Fabric, and so for `devices` and `num_nodes`.
-        devices: How many devices of each machine, or which; "auto" for all. Processes that a launcher started are all
-            used where this is left at 1.
-        num_nodes: How many machines.
+        draft: The draft's checkpoint; None without a draft model.
+        accelerator: As in Lightning Fabric.
+        devices: Number of devices per machine, or a list of them; "auto" for all. With the default of 1 all processes
+            of a launcher are used.
+        num_nodes: Number of machines.
         placement: "single": the pair on one device. "tensor_parallel": the target's layers cut across all devices.
             "sequential": the target's layers in order over the devices of one process. "replicate": the pair on every
             device, for many prompts. "auto": single for one device, else tensor_parallel; with devices="auto" single
             where the pair fits one.
-        precision: "bf16-true", "16-true" or "32-true", of the target's weights; None is the device's best.
-        draft_precision: The same of the draft's; None is the target's.
-        draft_device: Device of the draft, such as "cuda:1" or "cpu"; None is the target's, or with "sequential" the
-            one with most room.
+        precision: Precision of the target's weights: "bf16-true", "16-true" or "32-true"; None for the device's best.
+        draft_precision: Precision of the draft's weights; None for the target's.
+        draft_device: Device of the draft, such as "cuda:1" or "cpu". None is the target's, or with "sequential" the
+            device with the most free memory.
         draft_placement: With "tensor_parallel", whether every rank holds the draft whole ("replicated": no traffic)
             or it is cut like the target.
         quantize: Quantize the target's linear layers with bitsandbytes, as LitGPT does.
@@ -116,7 +116,7 @@ def place(
         compile: Compile the steps of target and draft.
 
     Raises:
-        InputError: A setting that cannot be used, a model that cannot be cut or does not fit.
+        InputError: A setting cannot be used, or a model cannot be cut or does not fit.
     """
     _check_choice("placement", placement, PlacementName)
     _check_choice("draft_placement", draft_placement, DraftPlacementName)
@@ -184,7 +184,7 @@ def _runner(device: torch.device, compile: bool) -> Runner:
 
 
 def _check_compile(placement: str, quantize: str | None, draft_device: str | None) -> None:
-    """Raises InputError for what compiled steps do not go with."""
+    """Raises InputError for settings that compiled steps do not support."""
     if placement in ("tensor_parallel", "sequential"):
         raise InputError(f"compile goes with one device for a whole pair (single, replicate), not with {placement!r}.")
     if quantize is not None:
@@ -194,7 +194,7 @@ def _check_compile(placement: str, quantize: str | None, draft_device: str | Non
 
 
 def _cut(whole: Part, small: Part | None, draft_placement: str, ranks: int) -> tuple[Part, Part | None]:
-    """The target, and the draft where it is wanted, cut across ranks."""
+    """Target and draft, cut across ranks where `draft_placement` says so."""
     Shard(whole.checkpoint.config, 0, ranks).check(whole.checkpoint.role)
     if small is not None and draft_placement == "tensor_parallel":
         if small.device is not None:
@@ -233,7 +233,7 @@ def _place_sequential(whole: Part, small: Part | None, homes: list[torch.device]
 
 
 def process_rank() -> int:
-    """This process's rank among those launched together, before as after they have met; 0 for one alone."""
+    """The rank of this process, before and after the process group exists; 0 for a single process."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     if TorchElasticEnvironment.detect():
@@ -276,21 +276,21 @@ def _under_fabric_run() -> bool:
 
 
 def _start(fabric: Fabric) -> None:
-    """Sets up the device, and with several processes starts or meets the others."""
-    if not _under_fabric_run():  # which makes Fabric do so when it is made
+    """Sets up the device. With several processes, starts or connects to the others."""
+    if not _under_fabric_run():  # there Fabric launches when it is constructed
         fabric.launch()
 
 
 def _fabric(**settings: Any) -> Fabric:
-    """Fabric, whose complaints about settings become sentences."""
+    """Fabric, with its errors about settings as InputError."""
     if _under_fabric_run():
-        # It has its own flags for these and insists that a script leaves them alone or repeats them.
+        # `fabric run` has its own flag for devices and requires that a script gives the same value or none.
         settings["devices"] = os.environ.get("LT_DEVICES", settings["devices"])
     try:
         return Fabric(**settings)
     except InputError:
         raise
-    except Exception as error:  # of an accelerator's own library too
+    except Exception as error:  # also errors of an accelerator's own library
         names = [name for name in ("accelerator", "devices", "num_nodes") if name in settings]
         asked = ", ".join(f"{name} = {settings[name]!r}" for name in names)
         raise InputError(f"Lightning Fabric cannot give {asked}: {' '.join(str(error).split())}") from error
@@ -299,7 +299,7 @@ def _fabric(**settings: Any) -> Fabric:
 def _launch(
     accelerator: str, devices: int | str | Sequence[int], num_nodes: int, placement: str, ranks: int
 ) -> tuple[Fabric, Heartbeat]:
-    """Starts the other processes, or meets them where they have been started."""
+    """Starts the other processes, or connects to those that a launcher started."""
     meets = not dist.is_initialized() and not _under_fabric_run()
     if dist.is_initialized():
         if dist.get_world_size() != ranks:
@@ -322,7 +322,7 @@ def _launch(
             )
     fabric = _fabric(accelerator=accelerator, devices=devices, num_nodes=num_nodes, strategy=DDPStrategy())
     try:
-        if not meets:  # they have met already, or Fabric has seen to it
+        if not meets:  # the process group exists already, or Fabric creates it
             _start(fabric)
             return fabric, _heartbeat(fabric.global_rank, ranks)
         environment: Any = cast(DDPStrategy, fabric.strategy).cluster_environment
@@ -331,7 +331,7 @@ def _launch(
         _start(fabric)
     except (InputError, LostRank):
         raise
-    except ValueError as error:  # the launcher's number of processes is another
+    except ValueError as error:  # the launcher has started another number of processes
         raise InputError(f"placement {placement!r}: {' '.join(str(error).split())}") from error
     except (RuntimeError, KeyError) as error:
         raise LostRank.because(error) from error
@@ -412,7 +412,7 @@ def weight_bytes(config: Config, dtype: torch.dtype, part: Callable[[str, Tensor
 
 
 def layer_bytes(config: Config, dtype: torch.dtype) -> tuple[int, list[int]]:
-    """Bytes of what is no layer, and of each layer with its keys and values for `COUNTED_POSITIONS` at most."""
+    """Bytes of embedding, norm and head, and of each layer with its K/V cache for at most `COUNTED_POSITIONS`."""
     with torch.device("meta"):
         model = GPT(config)
         cache = model.make_cache(min(config.block_size, COUNTED_POSITIONS))
@@ -423,7 +423,7 @@ def layer_bytes(config: Config, dtype: torch.dtype) -> tuple[int, list[int]]:
 
 
 def _check_builds(checkpoint: Checkpoint, rows: int) -> None:
-    """Says beforehand that a config describes no model, or asks for more memory than the machine has."""
+    """Raises InputError if a config describes no valid model, or needs more memory than the machine has."""
     check_sizes(checkpoint)
     config = checkpoint.config
     room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -447,7 +447,7 @@ def _check_builds(checkpoint: Checkpoint, rows: int) -> None:
             GPT(config)
     except InputError:
         raise
-    except Exception as error:  # whatever sizes that do not go together make of it
+    except Exception as error:  # inconsistent sizes can raise nearly anything
         raise InputError(
             f"{str(checkpoint.dir / 'model_config.yaml')!r} ({checkpoint.role}) describes no model that can be built: "
             f"{' '.join(str(error).split())[:200] or type(error).__name__}."
@@ -467,7 +467,7 @@ def _fits(whole: Part, small: Part | None, device: torch.device) -> bool:
 
 
 def _check_room(device: torch.device, need: int, ranks: int) -> None:
-    """A sentence beforehand instead of the device's own complaint in the middle of loading."""
+    """Raises InputError before loading if the weights do not fit, instead of running out of memory later."""
     if device.type == "cuda" and need > (room := _room(device)):
         raise InputError(
             f"The weights need {need / 1e9:.1f} GB on {device}, which has room for {room / 1e9:.1f} GB; give more than "
@@ -476,7 +476,7 @@ def _check_room(device: torch.device, need: int, ranks: int) -> None:
 
 
 def _draft_device(draft_device: str | None, ranks: int) -> torch.device | None:
-    """Where the draft is to lie; None: with the target."""
+    """The device of the draft; None for the target's."""
     if draft_device is None:
         return None
     try:

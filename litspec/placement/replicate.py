@@ -1,4 +1,4 @@
-"""The pair on every rank: many prompts are shared out, each rank makes texts of its own."""
+"""The pair on every rank: prompts are distributed, and each rank generates its own texts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Replica(Single):
     """One of several whole pairs, see `engine.target.Placed`. A rank never waits for another before `wait_for_all`.
 
     Attributes:
-        heartbeat: Tells when another rank has died.
+        heartbeat: Detects ranks that have died.
     """
 
     heartbeat: Heartbeat = field(kw_only=True)
@@ -25,20 +25,20 @@ class Replica(Single):
         atexit.register(self._at_exit)
 
     def wait_for_all(self) -> None:
-        """Says that this rank has done its share; rank 0 returns when all have.
+        """Reports that this rank has finished. Rank 0 waits until all ranks have.
 
         Raises:
-            LostRank: A rank died before it had.
+            LostRank: A rank died before it had finished.
         """
         self.heartbeat.needed = False
         self.heartbeat.wait_for_all()
 
     def _at_exit(self) -> None:
-        # Whoever waits for rank 0, which started the others, waits for all. Not after an exception.
+        # Rank 0, which started the others, ends last. Not after an exception.
         if self.heartbeat.needed and not hasattr(sys, "last_value"):
             self.wait_for_all()
 
 
 def share_of(n: int, rank: int, world_size: int) -> range:
-    """The indices below `n` that a rank takes: every `world_size`-th, so that long and short prompts spread."""
+    """The indices below `n` of a rank: every `world_size`-th, which spreads long and short prompts evenly."""
     return range(rank, n, world_size)

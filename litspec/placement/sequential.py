@@ -1,4 +1,4 @@
-"""A model whose layers lie on several devices of one process, in order: for a target that fits no single one."""
+"""A model whose layers are on several devices of one process, in order: for a target that does not fit on one."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from litspec.model import GPT
 
 
 def split_layers(bytes_per_layer: Sequence[int], capacities: Sequence[int]) -> list[int]:
-    """Shares layers out to devices in order, so that the fullest device is as little full as can be.
+    """Assigns layers to devices in order, so that the highest share of used memory is as low as possible.
 
     Args:
-        bytes_per_layer: What each layer needs.
-        capacities: What each device has room for, in bytes.
+        bytes_per_layer: Bytes of each layer.
+        capacities: Free bytes of each device.
 
     Returns:
-        How many layers each device takes, in order; 0 where one is not needed.
+        Number of layers of each device, in order; 0 for a device that is not needed.
 
     Raises:
-        InputError: The layers do not fit; names both sums.
+        InputError: The layers do not fit. The message names both sums.
     """
     n = len(bytes_per_layer)
     before = [0]  # bytes of the first i layers
@@ -58,17 +58,17 @@ def split_layers(bytes_per_layer: Sequence[int], capacities: Sequence[int]) -> l
 def split_pair(
     bytes_per_layer: Sequence[int], ends: int, draft: int, capacities: Sequence[int]
 ) -> tuple[list[int], int | None]:
-    """Shares out the layers of a target when a draft, and what is no layer of the target, need room as well.
+    """Assigns the layers of a target to devices, with room for embedding, head and draft.
 
     Args:
-        bytes_per_layer: Of the target.
-        ends: Bytes of embedding and head, which lie on the first device.
-        draft: Bytes of the draft, which lies whole on one device; 0 for none.
-        capacities: What each device has room for, in bytes.
+        bytes_per_layer: Bytes of each layer of the target.
+        ends: Bytes of embedding and head, which are on the first device.
+        draft: Bytes of the draft, which is on one device; 0 without a draft.
+        capacities: Free bytes of each device.
 
     Returns:
-        How many layers each device takes, and the device of the draft: the one with most room left beside the layers,
-        if the draft fits there, else the one that leaves the layers most room.
+        Number of layers of each device, and the index of the draft's device. That is the device with the most free
+        memory beside the layers if the draft fits there, else the one that leaves the layers the most room.
 
     Raises:
         InputError: The pair does not fit.
@@ -117,9 +117,9 @@ def layer_sums(bytes_per_layer: Sequence[int], counts: Sequence[int]) -> list[in
 def load_sequential(
     checkpoint: Checkpoint, devices: Sequence[torch.device], counts: Sequence[int], dtype: torch.dtype
 ) -> GPT:
-    """Loads a model with `counts[i]` layers on `devices[i]`; what is no layer lies on the first device.
+    """Loads a model with `counts[i]` layers on `devices[i]`, and embedding, norm and head on the first device.
 
-    A forward copies the rows once wherever the next layer's keys and values lie on another device.
+    A forward copies the rows where the next layer is on another device.
     """
     homes = [device for device, count in zip(devices, counts) for _ in range(count)]
 

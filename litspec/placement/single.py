@@ -17,7 +17,7 @@ from litspec.errors import InputError
 from litspec.model import GPT
 from litspec.model.packed import pack
 
-# No forward over several texts has more.
+# Most rows of a forward over several texts.
 MOST_ROWS = 256
 
 
@@ -27,11 +27,11 @@ class Single:
 
     Attributes:
         model: The target.
-        draft_model: The draft's model, where there is a draft.
-        device: Where the target's tokens and logits are.
+        draft_model: The draft model, if there is one.
+        device: Device of the target's tokens and logits.
         verify_width: W, the most rows of a verification.
-        rank: This process among those that share the work, 0 for one process.
-        world_size: How many they are.
+        rank: Rank of this process; 0 for a single process.
+        world_size: Number of processes.
         runner: Runs the steps.
     """
 
@@ -45,12 +45,12 @@ class Single:
 
     @functools.cached_property
     def rows(self) -> tuple[int, ...]:
-        """Numbers of rows with equal bits; measured when first asked for."""
+        """Numbers of rows with equal bits. Measured on first use."""
         return find_rows(self.model, self.verify_width)
 
     @functools.cached_property
     def most_rows(self) -> int:
-        """Rows of several texts that keep these bits in one forward; measured when first asked for."""
+        """Most rows of several texts that keep these bits in one forward. Measured on first use."""
         return class_limit(self.model, self.rows, MOST_ROWS)
 
     @property
@@ -83,29 +83,31 @@ def load_model(
     """Builds a model without memory and assigns the checkpoint's weights to it, cast and moved one by one.
 
     Args:
-        checkpoint: The model's.
-        device: Where to.
-        dtype: Of the weights.
-        rows: How many rows its forwards will have, for which a CPU may lay the weights out (see `model.packed`); None
-            leaves them as they are.
-        compiled: Whether its steps are to be compiled; weights then stay matrices, with which the compiler can work.
+        checkpoint: The model's checkpoint.
+        device: Device of the weights.
+        dtype: Dtype of the weights.
+        rows: Number of rows of its forwards. On a CPU weights may be packed for it, see `model.packed`. None leaves
+            them as they are.
+        compiled: Whether steps will be compiled. Weights then stay plain matrices, which the compiler needs.
     """
     with torch.device("meta"):
         model = GPT(checkpoint.config)
     load_weights(model, checkpoint, dtype=dtype, device=device)
     model.eval().requires_grad_(False)
+    if compiled:
+        model.fix_shapes()
     if rows is not None:
         pack(model, rows, blocks=not compiled)
     return model
 
 
 def load_quantized(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, mode: str) -> GPT:
-    """Loads a model whose linear layers bitsandbytes quantizes one by one as they arrive on the device.
+    """Loads a model whose linear layers bitsandbytes quantizes one by one on the device.
 
     Args:
-        checkpoint: The target's.
+        checkpoint: The target's checkpoint.
         device: A CUDA device.
-        dtype: What products are computed in.
+        dtype: Dtype in which products are computed.
         mode: "bnb." and one of Fabric's modes: nf4, nf4-dq, fp4, fp4-dq, int8.
 
     Raises:

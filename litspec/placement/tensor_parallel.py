@@ -1,11 +1,10 @@
 """A model cut across ranks, each of which holds a part of every layer (Shoeybi et al. 2019, arXiv 1909.08053).
 
-Query heads and the rows inside an MLP are shared out: each rank runs its own and multiplies by the matching columns of
-the layer's last matrix, and the partial results are added up, once after the attention and once after the MLP. The
-output head is shared out by token ids and its logits are gathered. Everything between these three is replicated: there
-all ranks hold the same numbers.
+Query heads and the rows inside an MLP are distributed over ranks. Each rank multiplies its part by the matching columns
+of the layer's last matrix. The partial results are summed, once after the attention and once after the MLP. The output
+head is distributed by token ids, and its logits are gathered. Everything else is replicated.
 
-Weights stay plain tensors and the model's forward stays what it is: there is less of everything, and three hooks.
+Weights stay plain tensors, and the model's forward is unchanged but for three hooks.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from litspec.placement.heartbeat import Heartbeat, LostRank
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank holds of a model.
+    """The part of a model that one rank holds.
 
     Attributes:
-        config: The whole model's.
-        rank: This one of ...
-        world_size: ... so many.
+        config: Config of the whole model.
+        rank: The rank.
+        world_size: Number of ranks.
     """
 
     config: Config
@@ -43,7 +42,7 @@ class Shard:
     world_size: int
 
     def check(self, role: str = "checkpoint_dir") -> None:
-        """Raises InputError where the model cannot be cut into so many parts; names both numbers."""
+        """Raises InputError if the model cannot be cut into `world_size` parts. The message names both numbers."""
         config, n = self.config, self.world_size
         sizes = {"n_head": config.n_head}
         if config.mlp_class_name != "LLaMAMoE" or config.first_k_dense_replace:
@@ -121,9 +120,9 @@ class AcrossRanksRMSNorm(nn.Module):
     """RMSNorm over the heads of all ranks (Zhang & Sennrich 2019, arXiv 1910.07467), as OLMo 2 has it for q and k.
 
     Args:
-        norm: LitGPT's, with this rank's part of the weight.
-        size: Elements on all ranks together.
-        shares: For each of this rank's heads, the part of its squares that this rank adds to the sum.
+        norm: LitGPT's norm, with this rank's part of the weight.
+        size: Number of elements on all ranks together.
+        shares: For each of this rank's heads, one over the number of ranks that hold it.
     """
 
     shares: Tensor
@@ -198,21 +197,20 @@ def load_shard(checkpoint: Checkpoint, shard: Shard, device: torch.device, dtype
 
 @dataclass
 class TensorParallel:
-    """A pair whose target is cut across ranks, see `engine.target.Placed`; all ranks generate the same text together.
+    """A pair whose target is cut across ranks, see `engine.target.Placed`. All ranks generate the same text together.
 
-    Ranks compute the same numbers, but not every device rounds alike, and no two clocks agree. So whatever decides
-    about tokens or about the shape of the next collective comes from rank 0: the block to verify, the outcome of its
-    round, the number of proposals of the next.
+    Devices may round differently, and clocks differ. So rank 0 decides all that determines tokens or the shape of the
+    next collective: the block to verify, the outcome of its round, and the number of proposals of the next.
 
     Attributes:
         model: This rank's part of the target; returns whole logits.
-        draft_model: The draft's model, where there is a draft.
-        device: Where the target's tokens and logits are.
+        draft_model: The draft model, if there is one.
+        device: Device of the target's tokens and logits.
         verify_width: W.
-        rank: This process ...
-        world_size: ... of so many.
-        heartbeat: Tells when another rank has died.
-        runner: Runs the steps, as they are.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        heartbeat: Detects ranks that have died.
+        runner: Runs the steps, uncompiled.
     """
 
     model: GPT
@@ -231,7 +229,7 @@ class TensorParallel:
 
     @property
     def most_rows(self) -> int:
-        """The same: each text has a forward of its own."""
+        """W, since each text has its own forward."""
         return self.verify_width
 
     @property
@@ -240,7 +238,7 @@ class TensorParallel:
         return self.rank == 0
 
     def same(self, tokens: Tensor) -> Tensor:
-        """Rank 0's tokens, on every rank; begins a forward of all ranks."""
+        """Rank 0's tokens, on every rank. Called at the start of a forward."""
         self.heartbeat.needed = True
         return broadcast(tokens)
 

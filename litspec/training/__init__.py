@@ -1,16 +1,16 @@
-"""Trains drafts for a target of one's own: `distill`, and `litspec distill` for the terminal. See README.md here.
+"""Trains drafts for your own target: `distill`, and `litspec distill` on the command line. See README.md here.
 
 config.py       the settings, each written once
-texts.py        prompts, and what the target answers to them
+texts.py        prompts and the target's answers
 target.py       the frozen target's states over texts
-learner.py      what is trained, as the loop sees it
+learner.py      the interface of what is trained
 draft_model.py  a draft model
 dflash.py       a block drafter
 losses.py       how far a draft is from its target
-measure.py      tokens a round, from distributions
+measure.py      tokens per round, computed from distributions
 loop.py         steps, evaluations, states
 run_files.py    files of a run
-distill.py      all of it, in order
+distillation.py the whole run, in order
 """
 
 from typing import TYPE_CHECKING, Any

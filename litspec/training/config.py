@@ -30,13 +30,13 @@ DEFAULTS = {"max_new_tokens": 128, "temperature": 0.8, "top_k": 50, "seed": 1234
 
 
 def _about(help: str, *, resumes: bool = False) -> dict[str, Any]:
-    """`resumes`: a run goes on where it was although this has another value."""
+    """`resumes`: whether a run can be resumed with another value of this setting."""
     return {"help": help, "resumes": resumes}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistillConfig:
-    """What to train, and how; see the fields' metadata.
+    """Settings of training. The fields' metadata document them.
 
     Raises:
         InputError: A value of another type or out of its range.
@@ -50,7 +50,7 @@ class DistillConfig:
         ),
     )
     from_layers: int | None = field(
-        default=None, metadata=_about("Begin with the target's own first so many layers, in place of draft_dir.")
+        default=None, metadata=_about("Begin with this many of the target's own first layers, in place of draft_dir.")
     )
     draft_config: str | None = field(
         default=None,
@@ -58,7 +58,7 @@ class DistillConfig:
     )
     draft_layers: int = field(default=2, metadata=_about("Layers of a block drafter."))
     block_size: int = field(
-        default=8, metadata=_about("Rows of a block drafter's block; it proposes one token less each round.")
+        default=8, metadata=_about("Rows of a block drafter's block. It proposes block_size - 1 tokens per round.")
     )
     lora_r: int = field(
         default=0,
@@ -67,20 +67,20 @@ class DistillConfig:
     loss: LossName = field(
         default="lk",
         metadata=_about(
-            "kl is the Kullback-Leibler divergence of the draft from the target; lk moves from that to the acceptance "
-            "rate itself as the draft comes near (arXiv 2602.23881)."
+            "kl is the Kullback-Leibler divergence of the draft from the target. lk moves from the divergence to the "
+            "acceptance rate as the draft gets closer to the target (arXiv 2602.23881)."
         ),
     )
     texts: int = field(default=4096, metadata=_about("The most texts that the target writes, one for each prompt."))
     prompt_tokens: int | None = field(
         default=None,
         metadata=_about(
-            "Cut plain text into prompts of so many tokens. By default a .txt file holds a prompt a line, and any "
-            "other text file is cut into prompts of 32 tokens."
+            "Cut plain text into prompts of this many tokens. By default a .txt file holds one prompt per line, and "
+            "any other text file is cut into prompts of 32 tokens."
         ),
     )
     held_out: float = field(
-        default=0.05, metadata=_about("Share of the prompts that is never trained on, and measured on.")
+        default=0.05, metadata=_about("Share of the prompts that is used for evaluation and never for training.")
     )
     measured_texts: int = field(
         default=64, metadata=_about("The most held-out texts that are measured on, at each evaluation and at the end.")
@@ -88,29 +88,35 @@ class DistillConfig:
     measured_k: int | None = field(
         default=None,
         metadata=_about(
-            "Proposals a round for which tokens a round are counted; by default 4 for draft models, all that it has "
-            "for block drafters."
+            "Proposals per round for which tokens per round are computed. By default 4 for draft models, and "
+            "block_size - 1 for block drafters."
         ),
     )
     minutes: float = field(
-        default=60.0, metadata=_about("How long to train; the target writes its texts before.", resumes=True)
+        default=60.0,
+        metadata=_about(
+            "Minutes to train. The time in which the target writes its texts is not included.", resumes=True
+        ),
     )
     steps: int | None = field(
         default=None,
-        metadata=_about("Train so many steps, however long that takes; the result then depends on no clock."),
+        metadata=_about("Train this many steps, however long that takes. The result then does not depend on time."),
     )
-    batch_size: int = field(default=16, metadata=_about("Texts a step, on each device."))
-    anchors: int = field(default=32, metadata=_about("Blocks that each text gets a step, for block drafters."))
+    batch_size: int = field(default=16, metadata=_about("Texts per step, on each device."))
+    anchors: int = field(default=32, metadata=_about("Blocks per text and step, for block drafters."))
     learning_rate: float | None = field(
         default=None,
-        metadata=_about("The highest; by default it goes by the draft's width. It rises for a while, then falls."),
+        metadata=_about(
+            "The highest learning rate, reached after a warm-up. By default it depends on the draft's width."
+        ),
     )
     evaluations: int = field(default=20, metadata=_about("How often the held-out texts are measured."))
     patience: int = field(
-        default=8, metadata=_about("End after so many evaluations without a gain; the best state is kept.")
+        default=8, metadata=_about("End after this many evaluations without a gain. The best state is kept.")
     )
     save_seconds: float = field(
-        default=60.0, metadata=_about("At least so often the state is saved, to go on from.", resumes=True)
+        default=60.0,
+        metadata=_about("Seconds between two saves of the state, from which an interrupted run resumes.", resumes=True),
     )
     training_precision: MixedPrecision | None = field(
         default=None,

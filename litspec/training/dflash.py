@@ -1,6 +1,6 @@
 """Trains a block drafter (DFlash, arXiv 2602.06036, version 1) and writes its published format.
 
-A text gets several blocks a step, each behind an anchor: a token of the answer that stands for the last committed one.
+A text gets several blocks per step, each behind an anchor: a token of the answer that plays the last committed token.
 Row j of a block stands for the token j places behind the anchor, and sees the target's states strictly before the
 anchor, as in decoding, where the anchor's own state is not known yet; and the rows of its own block, but no other's.
 

@@ -34,7 +34,7 @@ from litspec.training.target import FrozenTarget, StatesOf
 from litspec.training.texts import Text, all_done, chosen_texts, read_prompts, write_answers, write_lines
 
 DRAFT_MODEL_K = 4
-TEXT_BYTES = 16  # of files, for each token that the target writes; more than it takes
+TEXT_BYTES = 16  # file size per token that the target writes; an upper estimate
 DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 
 
@@ -47,39 +47,38 @@ def distill(
     config: DistillConfig,
     settings: GenerateConfig,
 ) -> dict[str, Any]:
-    """Trains a draft for a target: the target answers prompts, and the draft learns the target's distributions there.
+    """Trains a draft for a target. The target answers prompts, and the draft learns the target's distributions on them.
 
-    The same call goes on where an earlier one was ended, whatever ended it. On a CPU with `steps`, the end is then that
-    of an undisturbed run.
+    The same call resumes an interrupted run. On a CPU with `steps` the result is that of an uninterrupted run.
 
     Args:
-        data: Prompts of the future use: a .jsonl file with an object a line, "prompt" and perhaps an answer, "text"; a
-            .txt file with a prompt a line; other text, which is cut into prompts; or a folder of such files.
-        out_dir: The folder for the draft, which `draft_dir` takes afterwards. It must not exist, or be what an earlier
-            run of the same settings left.
+        data: Prompts like those of later use. A .jsonl file holds one object per line, with "prompt" and optionally an
+            answer, "text". A .txt file holds one prompt per line. Other text is cut into prompts. Or a folder of these.
+        out_dir: The folder for the draft, for `draft_dir`. It must not exist, or be that of an earlier run with the
+            same settings.
         {load}
         {config}
         {settings}
 
     Returns:
-        The summary that `distill.json` holds: `start`, `best` and `history` of the evaluations (tokens a round on
-        held-out answers, from distributions), `served` (what litspec then measured on the same prompts), and the rest.
+        The content of `distill.json`. `start`, `best` and `history` are evaluations: tokens per round on held-out
+        answers, computed from distributions. `served` is what litspec then measured on the same prompts.
 
     Raises:
-        InputError: A folder, file or setting that cannot be used; a loss that is no number. What was done is kept.
+        InputError: A folder, file or setting cannot be used, or the loss is not finite. Progress is kept.
     """
     return Distillation(data, out_dir, load, config, settings).run()
 
 
 class Distillation:
-    """All that one call of `distill` does, in order. Arguments as there."""
+    """One call of `distill`, with its arguments."""
 
     def __init__(
         self, data: str | Path, out_dir: str | Path, load: LoadConfig, config: DistillConfig, settings: GenerateConfig
     ) -> None:
         self.data, self.load, self.config, self.settings = data, load, config, settings
         if settings.seed is None:
-            raise InputError("seed must be a whole number for training, which could not be resumed else, got None")
+            raise InputError("seed must be a whole number, so that training can be resumed, got None")
         self.seed: int = settings.seed
         self.target = open_checkpoint(
             DEMO_TARGET if load.checkpoint_dir is None else load.checkpoint_dir, may_convert=load.convert
@@ -162,7 +161,7 @@ class Distillation:
     # --- settings ---
 
     def _asked(self, prompts: list[dict[str, Any]]) -> dict[str, Any]:
-        """Everything that decides the result."""
+        """All settings that decide the result."""
         config = self.config
         asked = {f.name: getattr(config, f.name) for f in fields(config) if not f.metadata["resumes"]}
         asked |= {name: getattr(self.settings, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
@@ -171,7 +170,7 @@ class Distillation:
         return {**asked, "prompts": digest(*(json.dumps(prompt, sort_keys=True) for prompt in prompts))}
 
     def _job_load(self, **more: Any) -> dict[str, Any]:
-        """Arguments of `SpecLLM.load` for texts: the target drafts with whatever there is."""
+        """Arguments of `SpecLLM.load` for the texts that the target writes."""
         load = self.load
         several = load.devices not in (1, "1")
         found = {
@@ -289,12 +288,12 @@ class Distillation:
         )
 
     def _mask_token(self) -> int:
-        """A token that ends texts, so that no context holds it; it has a trained embedding, which padding may lack."""
+        """A stop token: no context contains it, and unlike padding ids it has a trained embedding."""
         single = [sequence[0] for sequence in self.codec.stop_tokens if len(sequence) == 1]
         return single[0] if single else self.target.config.vocab_size - 1
 
     def _bytes_needed(self, training: Training, prompts: list[dict[str, Any]]) -> int:
-        """The state and the draft, each with the copy that replaces it, and the texts."""
+        """Upper estimate of disk use: state and draft, each with its temporary copy, and the texts."""
         texts = len(prompts) * self.settings.max_new_tokens * TEXT_BYTES
         return 2 * training.state_bytes + 2 * training.learner.folder_bytes + texts
 
@@ -335,13 +334,13 @@ class Distillation:
             self.files.state.unlink(missing_ok=True)
         gains = (training.history[0]["tokens_per_round"], best["tokens_per_round"], served["best"]["tokens_per_round"])
         self._say(
-            "Done ({}): {:.3f} tokens a round at the start, {:.3f} now, {:.3f} served.".format(training.ended, *gains)
+            "Done ({}): {:.3f} tokens per round at the start, {:.3f} now, {:.3f} served.".format(training.ended, *gains)
         )
         self._say(f"Use it: litspec generate --checkpoint_dir {self.target.dir} --draft_dir {self.files.out}")
         return summary
 
     def _serve(self, name: str, texts: list[Text], **load: Any) -> dict[str, Any]:
-        """What litspec makes of held-out prompts with a draft: tokens a round, tokens a second, acceptance."""
+        """Measures generation of held-out prompts with a draft: tokens per round, tokens per second, acceptance."""
         prompts = write_lines(self.files.folder / f"{name}-prompts.jsonl", [text.asked for text in texts])
         out = self.files.folder / f"{name}.jsonl"
         run_job(prompts, out, load=self._job_load(**load), speculative_k=self.k, **self._job_settings())

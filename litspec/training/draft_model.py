@@ -42,7 +42,7 @@ class DraftModel(Learner):
         target: The frozen target.
         tokenizer_dir: Folder whose tokenizer files go into the draft's.
         dtype: Of the weights that are saved.
-        k: Proposals a round.
+        k: Proposals per round.
         loss: See `losses.distance`.
         temperature: Of the distributions that are compared.
         lora_r: Rank of LoRA; 0 to train all weights.

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and the files that a draft's folder takes over from another."""
+"""Atomic writes of files, and files that are copied to a draft's folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROMPT_STYLE = "prompt_style.yaml"
 
 
 def save_atomically(content: Any, path: Path) -> None:
-    """`torch.save` so that, whatever happens, the path holds all of it or what it held before.
+    """Atomic `torch.save`: the path holds the new content or, after an interruption, the old.
 
     Raises:
         InputError: The disk is full or cannot be written.
@@ -25,10 +25,10 @@ def save_atomically(content: Any, path: Path) -> None:
 
 
 def write_in_place(path: Path, write: Callable[[Path], None]) -> None:
-    """Has a file written under another name, and gives it its own when it is on the disk.
+    """Writes a temporary file, flushes it to disk, and renames it to its own name.
 
-    Only one process writes a run's files, so one name for all temporary files does: what a killed run left is
-    overwritten, and disk use stays bounded.
+    Only one process writes a run's files, so the temporary name is fixed. A file that a killed run left is overwritten,
+    which bounds disk use.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     with writing(path):

@@ -1,4 +1,4 @@
-"""What the loop trains: a module that gives the loss of a batch, and how it is measured and saved."""
+"""The interface between the training loop and a draft: loss of a batch, measurement, saving."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Learner(nn.Module):
     Attributes:
         taps: Blocks of the target whose states it reads, see `FrozenTarget`.
         k: The most tokens that it is asked to propose at once.
-        width: Its channels, by which the learning rate goes.
+        width: Its channels. The default learning rate depends on them.
     """
 
     taps: tuple[int, ...] = ()
@@ -29,11 +29,11 @@ class Learner(nn.Module):
 
     @abstractmethod
     def ratios(self, batch: dict[str, Tensor], sampling: Sampling) -> list[Tensor]:
-        """For each text of a batch what `expected_rounds` wants."""
+        """The argument `ratios_of_texts` of `expected_rounds` for a batch."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Writes the folder that `--draft_dir` takes; at every moment it holds this or what it held before."""
+        """Writes the folder for `--draft_dir`. Each file is replaced atomically."""
 
     @property
     @abstractmethod
@@ -41,5 +41,5 @@ class Learner(nn.Module):
         """About how much `save` writes."""
 
     def random(self, batch: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
-        """Adds what a step draws at random, from its own seed alone."""
+        """Adds the random choices of a step, which depend on its seed alone."""
         return batch

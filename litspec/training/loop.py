@@ -29,19 +29,21 @@ WARM_UP = 0.04
 LOWEST = 0.02  # of the highest learning rate, at the end
 # Steps between two reads of the loss.
 READ_EVERY = 10
-# A gain in tokens a round that is none.
+# A smaller increase in tokens per round does not count as a gain.
 LEAST_GAIN = 1e-3
 MEASURED_AT_ONCE = 16
 
 
 def default_learning_rate(learner: Learner, block_drafter: bool) -> float:
-    """Falls with the width: 1e-4 at 4,096 channels for draft models (what EAGLE-3 was trained with), 6e-4 for block
-    drafters (SpecForge's for DFlash), at most 3e-3."""
+    """The learning rate, inversely proportional to the width and at most 3e-3.
+
+    At 4,096 channels it is 1e-4 for draft models (as for EAGLE-3) and 6e-4 for block drafters (as in SpecForge).
+    """
     return min(3e-3, (2.4 if block_drafter else 0.4) / learner.width)
 
 
 def rate_at(progress: float) -> float:
-    """Share of the highest learning rate after a share of the training: a linear rise, then a cosine."""
+    """The learning rate as a share of the highest, by progress (0 to 1): linear warm-up, then cosine decay."""
     cosine = LOWEST + (1 - LOWEST) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
     return cosine * min(1.0, (progress + 1e-3) / WARM_UP)
 
@@ -50,17 +52,17 @@ class Training:
     """One run of training, on one of the ranks.
 
     Args:
-        fabric: Launched.
-        learner: What is trained.
-        texts: How many texts there are to train on.
-        train: Their states.
-        held_out: States of the measured texts, of which there are ...
-        measured: ... so many.
+        fabric: Lightning Fabric, launched.
+        learner: The draft in training.
+        texts: Number of texts to train on.
+        train: States of the texts to train on.
+        held_out: States of the held-out texts.
+        measured: Number of held-out texts to measure on.
         files: The run's files.
         config: The settings.
-        sampling: Under which tokens a round are counted.
-        seed: Of the order of texts, and of what a step draws.
-        console: Where progress is shown.
+        sampling: Sampling for which tokens per round are computed.
+        seed: Seed of the order of texts and of the random numbers of a step.
+        console: Console for progress.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class Training:
 
     @property
     def state_bytes(self) -> int:
-        """About how much a saved state takes: the trained weights and the optimizer's two averages, in float32."""
+        """Approximate bytes of a saved state: trained weights and the optimizer's two averages, in float32."""
         return 12 * sum(p.numel() for p in self.learner.parameters() if p.requires_grad)
 
     def save(self) -> None:
@@ -122,7 +124,7 @@ class Training:
             write_in_place(self.files.state, lambda path: torch.save(content, path))
 
     def restore(self) -> bool:
-        """Goes on from the saved state, where there is one.
+        """Resumes from the saved state, if there is one.
 
         Raises:
             InputError: The file is damaged.
@@ -132,7 +134,7 @@ class Training:
         try:
             content = torch.load(self.files.state, map_location=self.fabric.device, weights_only=True)
         except Exception as error:  # a damaged file can raise nearly anything
-            raise InputError(f"{str(self.files.state)!r} is damaged; remove it to begin training anew.") from error
+            raise InputError(f"{str(self.files.state)!r} is damaged; remove it to start training again.") from error
         self.learner.load_state_dict(content["weights"], strict=False)
         self.optimizer.load_state_dict(content["optimizer"])
         numbers = content["numbers"]
@@ -145,7 +147,7 @@ class Training:
 
     @torch.no_grad()
     def measure(self, sampling: Sampling) -> dict[str, Any]:
-        """Tokens a round on the held-out answers, from distributions, and acceptance by position."""
+        """Tokens per round on the held-out answers, computed from distributions, and acceptance by position."""
         found_ratios: list[Tensor] = []
         with self.fabric.autocast():
             for numbers in torch.arange(self.measured).split(MEASURED_AT_ONCE):
@@ -158,11 +160,11 @@ class Training:
 
     @property
     def best(self) -> dict[str, Any]:
-        """The evaluation whose state lies in the folder."""
+        """The best evaluation so far, whose state is in the folder."""
         return max(self.history, key=lambda entry: (entry["kept"], entry["step"]))
 
     def evaluate(self) -> None:
-        """Measures; keeps the state where it is a gain; ends the training after too many without one."""
+        """Evaluates. Keeps the state after a gain, and ends training after too many evaluations without one."""
         entry: dict[str, Any] = {}
         if self.fabric.is_global_zero:
             loss = self._read_loss()
@@ -176,12 +178,12 @@ class Training:
         self.history.append(entry)
         self.since_gain = 0 if entry["kept"] else self.since_gain + 1
         if self.since_gain >= self.config.patience:
-            self.ended = f"nothing gained in {self.since_gain} evaluations"
+            self.ended = f"no gain in {self.since_gain} evaluations"
         self.save()
         start = self.history[0]["tokens_per_round"]
         said = "" if entry["loss"] is None else f"loss {entry['loss']:.4f}, "
         self._say(
-            f"step {self.step}, {self.seconds / 60:.1f} min: {said}{entry['tokens_per_round']:.3f} tokens a round "
+            f"step {self.step}, {self.seconds / 60:.1f} min: {said}{entry['tokens_per_round']:.3f} tokens per round "
             f"(start {start:.3f}){'' if entry['kept'] else ', not kept'}"
         )
 
@@ -206,13 +208,13 @@ class Training:
 
     @property
     def progress(self) -> float:
-        """Share of the training that is done, by steps where they are given, else by the clock."""
+        """Progress of training, 0 to 1: by steps if `steps` is set, else by time."""
         if self.config.steps is not None:
             return self.step / self.config.steps
         return self.seconds / (60 * self.config.minutes)
 
     def _due(self) -> bool:
-        """Whether the held-out texts are to be measured now: before the first step, so often between, at the end."""
+        """Whether to evaluate now: before the first step, `evaluations` times in between, and at the end."""
         return self.progress >= min(1.0, len(self.history) / self.config.evaluations)
 
     def numbers_of(self, step: int) -> list[int]:
@@ -241,7 +243,7 @@ class Training:
         self.step += 1
 
     def run(self) -> None:
-        """Trains until the end, from wherever it is.
+        """Trains until the end, from the present step.
 
         Raises:
             InputError: The loss is no number, or the disk is full.
@@ -267,10 +269,10 @@ class Training:
                 self.seconds += time.perf_counter() - began
 
     def _agreed(self, answer: bool) -> bool:
-        """The first rank's answer: clocks differ."""
+        """Rank 0's answer, since the ranks' clocks differ."""
         return bool(self.fabric.broadcast(answer)) if self.fabric.world_size > 1 else answer
 
-    # --- what a person sees ---
+    # --- progress ---
 
     def _say(self, line: str) -> None:
         if self.fabric.is_global_zero:
@@ -302,7 +304,7 @@ class Training:
 
 
 def hash_of(*numbers: int) -> int:
-    """One seed from several numbers, always the same."""
+    """A seed derived from several numbers."""
     from litspec.jobs.disk import digest
 
     return int(digest(*(str(number) for number in numbers))[:15], 16)

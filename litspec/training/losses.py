@@ -1,4 +1,4 @@
-"""How far a draft's distributions are from the target's, and the head's logits a few rows at a time.
+"""Losses between the draft's and the target's distributions, with the head's logits computed in chunks of rows.
 
 Shapes: R rows of states, C channels, V ids. Throughout, p is the target's distribution and q the draft's.
 """
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from litspec.training.types import LossName
 
-# Of the KL divergence in the LK loss: its weight is exp(-LK_ETA * acceptance).
+# The weight of the KL divergence in the LK loss is exp(-LK_ETA * acceptance).
 LK_ETA = 3.0
-# Weight of the cross-entropy on the target's likeliest token, for greedy decoding: there only the first choice counts.
+# Weight of the cross-entropy on the target's argmax token, which is all that greedy decoding depends on.
 ARGMAX_WEIGHT = 0.2
-# Logits (rows x V) of a draft that exist at once. Small pieces stay in a CPU's cache.
+# Number of the draft's logits (rows x V) in one chunk. Small chunks stay in a CPU's cache.
 CHUNK_LOGITS = {"cpu": 1 << 19, "cuda": 1 << 26}
 
 # Rows of states (R, C) to logits (R, V).
@@ -34,9 +34,9 @@ def acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
 def distance(log_p: Tensor, log_q: Tensor, name: LossName) -> Tensor:
     """The loss of each row, `(R, V), (R, V) -> (R,)`.
 
-    "kl" is the divergence KL(p || q), which learns fast. "lk" is `w * KL(p || q) + (1 - w) * (1 - a)` with the
-    acceptance `a` and `w = exp(-3 a)`, held constant for the gradient: where the draft is far off, the divergence
-    leads, and where it is near, the acceptance itself (Samarin et al. 2026, "LK losses", arXiv 2602.23881).
+    "kl" is the divergence KL(p || q). "lk" is `w * KL(p || q) + (1 - w) * (1 - a)` with the acceptance `a` and the
+    weight `w = exp(-3 a)`, which has no gradient. Far from the target the divergence dominates, near it the acceptance
+    itself (Samarin et al. 2026, "LK losses", arXiv 2602.23881).
     """
     divergence = (log_p.exp() * (log_p - log_q)).sum(-1)
     if name == "kl":
@@ -54,7 +54,7 @@ def rows_loss(target_logits: Tensor, logits: Tensor, weights: Tensor, temperatur
         target_logits: `(R, V)`.
         logits: The draft's, `(R, V)`.
         weights: `(R,)`.
-        temperature: Divides both; at 0, where no distribution is left to compare, they are compared at 1.
+        temperature: Divides both logits. 0 is treated as 1, since greedy decoding has no distribution to compare.
         name: The distance.
 
     Returns:
@@ -68,7 +68,7 @@ def rows_loss(target_logits: Tensor, logits: Tensor, weights: Tensor, temperatur
 
 
 class _ChunkedHead(torch.autograd.Function):
-    """Loss and gradient of each chunk at once, so that no chunk's logits outlive it."""
+    """Computes loss and gradient chunk by chunk, so that only one chunk's logits exist at a time."""
 
     @staticmethod
     def forward(
@@ -126,19 +126,19 @@ def head_loss(
     name: LossName,
     chunk: int | None = None,
 ) -> Tensor:
-    """`rows_loss` from what two heads read, without ever holding the logits of all rows.
+    """`rows_loss` from the inputs of two heads, without holding the logits of all rows.
 
     Args:
         rows: What the draft's head reads, `(R, C)`.
         target_rows: What the target's head reads, `(R, C')`.
         weights: `(R,)`.
-        head: The draft's; frozen where its weight wants no gradient.
-        softcap: Of the draft's logits; None for none.
-        target_head: The target's rows to its logits.
-        vocab_size: Ids that both have; logits of others are left out.
+        head: The draft's head. It gets no gradient if its weight requires none.
+        softcap: Soft cap of the draft's logits; None without one.
+        target_head: Maps the target's rows to its logits.
+        vocab_size: Number of ids that both have. Logits of other ids are left out.
         temperature: See `rows_loss`.
         name: See `rows_loss`.
-        chunk: Rows at once; by default so many that their logits are `CHUNK_LOGITS`.
+        chunk: Rows per chunk. By default a chunk has about `CHUNK_LOGITS` logits.
 
     Returns:
         A scalar, float32.

@@ -1,11 +1,11 @@
-"""Tokens per round, computed from distributions along texts that the target wrote: no drafting, and no luck in it.
+"""Tokens per round, computed from distributions along texts that the target wrote, without drafting and without noise.
 
-Given the text, speculative sampling is a chain of known chances. Block verification (Sun et al. 2024, arXiv 2403.10444)
-keeps the first i proposals of x with probability w_i = min(1, w_(i-1) p(x_i) / q(x_i)). They are proposed with
-probability q(x_1) ... q(x_i), and the text goes on in this way with probability p(x_1) ... p(x_i). So, given the text,
-its next i tokens were accepted proposals with probability w_i times the product of all q / p, which is the least of the
-products of the first j ratios, j = 0, ..., i. The expected number of rounds of a text follows from these ratios,
-exactly; its mean over texts of the target is that of decoding itself.
+For a given text, each step of speculative sampling has a known probability. Block verification (Sun et al. 2024, arXiv
+2403.10444) keeps the first i proposals of x with probability w_i = min(1, w_(i-1) p(x_i) / q(x_i)). They are proposed
+with probability q(x_1) ... q(x_i), and the text goes on in this way with probability p(x_1) ... p(x_i). So, given the
+text, its next i tokens were accepted proposals with probability w_i times the product of all q / p, which is the least
+of the products of the first j ratios, j = 0, ..., i. The expected number of rounds of a text follows exactly from these
+ratios. Its mean over texts of the target is that of decoding itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from litspec.sampling import Sampling, processed
 
-# So that products over a block stay finite.
+# Keeps products over a block finite.
 LARGEST_RATIO = 1e12
 
 
@@ -55,7 +55,7 @@ def ratios(p: Tensor, q: Tensor) -> Tensor:
 
 
 def probability(logits: Tensor, tokens: Tensor, sampling: Sampling) -> Tensor:
-    """Processed probability of one token a row: `(R, V), (R,) -> (R,)` float32; greedy: 1 for the argmax, else 0."""
+    """Processed probability of one token per row, `(R, V), (R,) -> (R,)` float32. Greedy: 1 for the argmax, else 0."""
     if sampling.greedy:
         return (logits.argmax(-1) == tokens).float()
     found: Tensor = processed(logits, sampling).of(tokens)
@@ -69,7 +69,7 @@ def expected_rounds(ratios_of_texts: Sequence[Tensor], k: int) -> Rounds:
         ratios_of_texts: For each text `(n, k)` or `(n, 1)`: row i is about a round behind the text's token i (from 0),
             column j has q / p of token i + j + 1, for which its proposal j + 1 stands (see `ratios`). One column serves
             drafters whose proposals depend on the text alone: row i is then about token i + 1.
-        k: Proposals a round; fewer where fewer than k + 1 tokens are left.
+        k: Proposals per round; fewer where fewer than k + 1 tokens are left.
 
     Returns:
         The counts. Text of n + 1 tokens has n rows: its first token comes with the prefill.

@@ -1,4 +1,4 @@
-"""`distill.png`: loss and tokens a round over the steps, and acceptance by position against the start."""
+"""`distill.png`: loss and tokens per round by step, and acceptance by position against the start."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def draw(summary: Mapping[str, Any], path: Path) -> None:
     left.plot(steps, [entry["tokens_per_round"] for entry in history], color="tab:blue", marker="o", markersize=3)
     left.axhline(start["tokens_per_round"], color="tab:blue", linestyle=":", linewidth=1)
     left.set_xlabel("step")
-    left.set_ylabel("tokens a round, held-out answers", color="tab:blue")
+    left.set_ylabel("tokens per round, held-out answers", color="tab:blue")
     losses = left.twinx()
     trained = [entry for entry in history if entry["loss"] is not None]
     losses.plot([entry["step"] for entry in trained], [entry["loss"] for entry in trained], color="tab:orange")

@@ -1,14 +1,14 @@
-"""What a run of training keeps beside the folder that it makes.
+"""The files of a training run.
 
     OUT/                       the folder that `--draft_dir` takes: the best state so far
-    OUT/distill.json           the summary, when all is done
-    OUT/distill.png            its picture
-    OUT/training/run.json      what was asked
+    OUT/distill.json           the summary, at the end
+    OUT/distill.png            plots of the summary
+    OUT/training/run.json      the settings
     OUT/training/state.pth     the last saved state: weights, optimizer, step and figures
-    OUT/training/lock          there while a run goes on
+    OUT/training/lock          exists while a run goes on
     OUT/training/*.jsonl       texts, see `texts`, and those of the last measurement
 
-Each of these files is there whole or not at all, so a run can go on from wherever it was killed.
+Each file is written atomically, so a run can be resumed after it was killed at any point.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class RunFiles:
     """The files of a run, by name.
 
     Args:
-        out_dir: The folder that it makes.
-        inputs: Folders that it reads, which must be others.
+        out_dir: The folder for the draft.
+        inputs: Folders that the run reads, by argument name. `out_dir` must not be one of them.
 
     Raises:
-        InputError: The folder is a file, an input, or holds what no run has made.
+        InputError: `out_dir` is a file, is an input, or holds files that no run has made.
     """
 
     def __init__(self, out_dir: str | Path, inputs: Mapping[str, str | Path | None]) -> None:
@@ -68,10 +68,10 @@ class RunFiles:
         return locked(self.lock, self.out)
 
     def begin(self, asked: Mapping[str, Any]) -> None:
-        """Writes down what is asked, or checks that it is what an earlier run was asked.
+        """Writes the settings, or checks that they are those of the earlier run.
 
         Raises:
-            InputError: Names the first setting that differs, with both values.
+            InputError: A setting differs. The message names it with both values.
         """
         content = json.loads(json.dumps({"format": FORMAT, **asked}))
         if not self.run.exists():
@@ -92,10 +92,10 @@ class RunFiles:
                 )
 
     def check_room(self, needed: int) -> None:
-        """Refuses a disk that has not the room for what a run writes.
+        """Raises InputError if the disk has too little room for the run.
 
         Args:
-            needed: Bytes.
+            needed: Bytes that the run writes.
         """
         held = sum(path.stat().st_size for path in self.out.rglob("*") if path.is_file())
         free = shutil.disk_usage(self.folder).free

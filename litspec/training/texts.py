@@ -51,8 +51,8 @@ def read_prompts(
     """The prompts of a file or of all files of a folder, at most `limit` of them, none twice with one answer.
 
     Args:
-        data: A .jsonl file with an object a line, as jobs take them, perhaps with an answer, "text"; a .txt file with
-            a prompt a line; or any other text, which is cut.
+        data: A .jsonl file with one object per line, as for jobs, optionally with an answer, "text". A .txt file with
+            one prompt per line. Any other text file is cut into prompts.
         codec: The target's.
         limit: Where there are more, so many are chosen at random.
         seed: Of that choice.

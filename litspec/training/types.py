@@ -1,4 +1,4 @@
-"""The choices that the settings of training offer; in a module that imports nothing, see `litspec.types`."""
+"""The choices of the settings of training, by name. Imports nothing slow, see `litspec.types`."""
 
 from __future__ import annotations
 
