@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import EOS, byte_level_tokenizer, tiny_config, write_checkpoint
-from litgpt.prompts import Llama3, PromptStyle, save_prompt_style
+from litgpt.prompts import Default, Llama3, PromptStyle, save_prompt_style
 from transformers import PreTrainedTokenizerFast
 
 from litspec import SpecLLM
@@ -30,9 +30,7 @@ CHATML = (
     "{%- endfor %}\n"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-WITH_TOKENS = (
-    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}{{ m | tojson }}"
-)
+WITH_TOKENS = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}{{ messages | tojson }}"
 REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}ok"
 TALK = [
     {"role": "user", "content": "Hi <there> "},
@@ -88,7 +86,7 @@ def test_a_style_that_takes_messages_is_asked_before_a_template(tmp_path: Path) 
 
 def test_without_either_the_text_runs_on_or_a_prompt_stands_alone(tmp_path: Path) -> None:
     made = folder(tmp_path / "a")
-    plain = Turns(made, PromptStyle.from_name("default"))
+    plain = Turns(made, Default())
     assert plain.kind == "text" and plain.render(TALK) == "Hi <there> Hello!\nand?"
     alpaca = PromptStyle.from_name("alpaca")
     single = Turns(made, alpaca)
@@ -102,7 +100,7 @@ def test_a_style_that_was_trained_is_not_given_up_for_its_base_models_template(t
     trained = Turns(folder(tmp_path / "a", CHATML, alpaca), alpaca)
     assert trained.kind == "single" and trained.render(TALK) == alpaca.apply("and?")
     assert Turns(folder(tmp_path / "b", CHATML), alpaca).kind == "template"
-    plain = PromptStyle.from_name("default")
+    plain = Default()
     assert Turns(folder(tmp_path / "c", CHATML, plain), plain).kind == "text"
     # One that says the same of the first prompt goes on from it.
     same = CHATML.replace("<|im_start|>system\\nBe.<|im_end|>\\n", "")
@@ -125,22 +123,22 @@ def test_a_style_that_was_trained_is_not_given_up_for_its_base_models_template(t
     ],
 )
 def test_messages_that_are_no_conversation_are_refused(tmp_path: Path, messages: Any, said: str) -> None:
-    turns = Turns(folder(tmp_path / "a"), PromptStyle.from_name("default"))
+    turns = Turns(folder(tmp_path / "a"), Default())
     with pytest.raises(InputError, match=said):
         turns.render(messages)
 
 
 def test_a_template_that_refuses_or_is_broken_is_a_sentence(tmp_path: Path) -> None:
-    turns = Turns(folder(tmp_path / "a", REFUSES), PromptStyle.from_name("default"))
+    turns = Turns(folder(tmp_path / "a", REFUSES), Default())
     assert turns.render(TALK) == "ok"
     with pytest.raises(InputError, match="System role not supported"):
         turns.render(TALK, "Be brief.")
     with pytest.raises(InputError, match=r"chat template of .* cannot be used: "):
-        Turns(folder(tmp_path / "b", "{% if %}"), PromptStyle.from_name("default")).render(TALK)
+        Turns(folder(tmp_path / "b", "{% if %}"), Default()).render(TALK)
     # The sandbox: a template is a stranger's, and must not reach Python.
     reaching = "{{ messages.__class__.__mro__ }}"
     with pytest.raises(InputError, match="cannot be used"):
-        Turns(folder(tmp_path / "c", reaching), PromptStyle.from_name("default")).render(TALK)
+        Turns(folder(tmp_path / "c", reaching), Default()).render(TALK)
 
 
 def test_answers_are_those_of_the_target_alone_for_the_rendered_text(tmp_path: Path) -> None:
