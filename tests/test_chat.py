@@ -30,7 +30,7 @@ CHATML = (
     "{%- endfor %}\n"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-WITH_TOKENS = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}{{ messages | tojson }}"
+WITH_TOKENS = "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}{{ messages | tojson }}"
 REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}ok"
 TALK = [
     {"role": "user", "content": "Hi <there> "},
