@@ -514,7 +514,7 @@ def noise(plain: Sequence[float], share: float) -> str:
         return ""
     return (
         f"The machine was not quiet, so these figures are rough: {' and '.join(found)}. Measure again when nothing "
-        "else runs; on a small or busy machine OMP_NUM_THREADS=1 may be faster."
+        "else runs; on a small or busy machine `--threads 1` may be faster."
     )
 
 

@@ -168,6 +168,14 @@ class LoadConfig:
             "lit_model.pth and model_config.yaml too.",
         ),
     )
+    threads: int | None = field(
+        default=None,
+        metadata=_about(
+            "placing",
+            "Threads of a CPU, for the whole process; by default as many as torch takes. On a small or busy machine 1 "
+            "may be many times as fast.",
+        ),
+    )
     trust_prompt_style: bool = field(
         default=False,
         metadata=_about("placing", "Allow prompt_style.yaml to name a class that is not LitGPT's. Its code is run."),
@@ -176,7 +184,7 @@ class LoadConfig:
     def __post_init__(self) -> None:
         check_drafter_choice(self.drafter)
         _check_types(self)
-        for name in ("verify_width", "num_nodes", "exit_layer"):
+        for name in ("verify_width", "num_nodes", "exit_layer", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"{name} must be at least 1, got {value}")

@@ -12,7 +12,7 @@ from typing import Any, Literal, NoReturn
 import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from litgpt.prompts import PromptStyle
+from litgpt.prompts import PromptStyle, has_prompt_style
 
 from litspec.errors import InputError
 
@@ -29,7 +29,8 @@ class Turns:
 
     Attributes:
         kind: Who does it. "style": the prompt style, where LitGPT's takes a list of messages. "template": the folder's
-            chat template, as Hugging Face's `apply_chat_template` renders it. "text": nobody, as the style adds nothing
+            chat template, as Hugging Face's `apply_chat_template` renders it, unless the folder's `prompt_style.yaml`
+            names a style that has another form for the first prompt. "text": nobody, as the style adds nothing
             to a prompt; prompts and answers are one text. "single": nobody can; each prompt stands alone.
     """
 
@@ -43,10 +44,23 @@ class Turns:
             self.kind = "style"
             return
         self._template, self._names = _read_template(checkpoint_dir)
-        if self._template is not None:
+        if self._template is not None and (not has_prompt_style(checkpoint_dir) or self._agree()):
             self.kind = "template"
         elif style.apply("a") == "a":
             self.kind = "text"
+
+    def _agree(self) -> bool:
+        """Whether template and style make the same text of one prompt.
+
+        A model that LitGPT fine-tuned has the style that it was trained with in `prompt_style.yaml`, beside the chat
+        template that its base model once had.
+        """
+        try:
+            rendered = self._render_template([{"role": "user", "content": "a"}], None)
+        except InputError:
+            return False
+        bos = self._names.get("bos_token", "")
+        return rendered.removeprefix(bos) == self._style.apply("a").removeprefix(bos)
 
     @property
     def keeps_history(self) -> bool:
@@ -59,9 +73,9 @@ class Turns:
         return {
             "style": f"Turns are put together by the prompt style {name}.",
             "template": "Turns are put together by the checkpoint's chat template.",
-            "text": "The checkpoint has neither a prompt style nor a chat template; prompts and answers are one text.",
-            "single": f"The prompt style {name} has no turns and the checkpoint no chat template; each prompt stands "
-            "alone.",
+            "text": "The checkpoint's prompts have no form, so prompts and answers are one text.",
+            "single": f"The prompt style {name} has no turns, and the checkpoint no chat template that goes on from "
+            "it; each prompt stands alone.",
         }[self.kind]
 
     def render(self, messages: Sequence[Message], sys_prompt: str | None = None) -> str:

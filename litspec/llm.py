@@ -199,6 +199,8 @@ class SpecLLM:
         """
         checkpoint_dir, draft_dir, drafter = config.checkpoint_dir, config.draft_dir, config.drafter
         embedded = checkpoint_dir is None
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)  # before anything is measured, or laid out for them
         if checkpoint_dir is None:
             checkpoint_dir = DEMO_TARGET
             draft_dir = DEMO_DRAFT if drafter in ("auto", "draft_model") else None

@@ -29,7 +29,11 @@ def picture(prompt: str, max_new_tokens: int, seed: int) -> str:
     """
     out = SpecLLM.load().generate(prompt, max_new_tokens=max_new_tokens, temperature=0.8, top_k=50, seed=seed)
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
-    console.print(Text(f'$ litspec generate --prompt "{prompt}" --show_acceptance', style="bold"))
+    console.print(
+        Text(
+            f'$ litspec generate --prompt "{prompt}" --max_new_tokens {max_new_tokens} --show_acceptance', style="bold"
+        )
+    )
     legend = [(f"{COLORS[True]}: {DRAFTED}", COLORS[True]), ", ", (f"{COLORS[False]}: {OWN}", COLORS[False])]
     console.print(Text.assemble(*legend))
     console.print(Text.assemble(*((piece.text, COLORS[piece.drafted]) for piece in out.pieces)))

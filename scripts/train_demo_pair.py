@@ -29,6 +29,7 @@ from torch import Tensor
 
 from litspec import SpecLLM
 from litspec.checkpoint import WEIGHTS, open_checkpoint
+from litspec.demo import DEMO_TARGET
 from litspec.text import TextCodec
 from litspec.training import distill
 from litspec.training.draft_model import initialize
@@ -107,11 +108,11 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def model_config(role: str, shape: tuple[int, int, int, int, int], vocab_size: int, block_size: int) -> Config:
+def model_config(name: str, shape: tuple[int, int, int, int, int], vocab_size: int, block_size: int) -> Config:
     """A Llama in LitGPT's terms. `shape`: layers, width, heads, query groups, width of the MLP."""
     names = ("n_layer", "n_embd", "n_head", "n_query_groups", "intermediate_size")
     return Config(
-        name=f"litspec-demo-{role}",
+        name=name,
         block_size=block_size,
         vocab_size=vocab_size,
         padded_vocab_size=vocab_size,
@@ -253,6 +254,8 @@ def main(
     if evaluate:
         print(json.dumps(measure(target, draft, held_out, prompts=prompts, seed=seed), indent=2))
         return
+    # Another pair is named for its folder.
+    pair = "litspec-demo" if out_dir.resolve() == DEMO_TARGET.parent.resolve() else out_dir.resolve().name
     recipe = FAST if fast else FULL
     recipe = replace(
         recipe,
@@ -261,7 +264,7 @@ def main(
     )
     if not (target / WEIGHTS).exists():
         tokenizer = train_tokenizer(texts, recipe.vocab_size)
-        config = model_config("target", recipe.target, tokenizer.get_vocab_size(), recipe.block_size)
+        config = model_config(f"{pair}-target", recipe.target, tokenizer.get_vocab_size(), recipe.block_size)
         write_folder(target, config, tokenizer)
         eos = tokenizer.token_to_id(EOS)
         tokens = torch.tensor([id_ for text in texts for id_ in (*tokenizer.encode(text).ids, eos)])
@@ -274,7 +277,7 @@ def main(
     checkpoint = open_checkpoint(target)
     codec = TextCodec(target, checkpoint.config)
     vocab_size = checkpoint.config.vocab_size
-    save_config(model_config("draft", recipe.draft, vocab_size, recipe.block_size), out_dir)
+    save_config(model_config(f"{pair}-draft", recipe.draft, vocab_size, recipe.block_size), out_dir)
     own = pieces_of(texts, codec, recipe.prompt, recipe.own_texts, seed)
     given = pieces_of(texts, codec, recipe.prompt + recipe.new_tokens, recipe.own_texts, seed + 1)
     lines = [{"prompt": piece} for piece in own]

@@ -32,7 +32,7 @@ CHATML = (
 )
 WITH_TOKENS = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
-    "{{ messages[0] | tojson }}"
+    + "{{ messages[0] | tojson }}"
 )
 REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}ok"
 TALK = [
@@ -95,6 +95,22 @@ def test_without_either_the_text_runs_on_or_a_prompt_stands_alone(tmp_path: Path
     single = Turns(made, alpaca)
     assert single.kind == "single" and not single.keeps_history and "alone" in single.describe()
     assert single.render(TALK) == alpaca.apply("and?")
+
+
+def test_a_style_that_was_trained_is_not_given_up_for_its_base_models_template(tmp_path: Path) -> None:
+    # LitGPT's fine-tuning saves its style and copies tokenizer_config.json, with the template that was there.
+    alpaca, qwen3 = PromptStyle.from_name("alpaca"), PromptStyle.from_name("qwen3")
+    trained = Turns(folder(tmp_path / "a", CHATML, alpaca), alpaca)
+    assert trained.kind == "single" and trained.render(TALK) == alpaca.apply("and?")
+    assert Turns(folder(tmp_path / "b", CHATML), alpaca).kind == "template"
+    plain = Default()
+    assert Turns(folder(tmp_path / "c", CHATML, plain), plain).kind == "text"
+    # One that says the same of the first prompt goes on from it.
+    same = CHATML.replace("<|im_start|>system\\nBe.<|im_end|>\\n", "")
+    assert same != CHATML
+    turns = Turns(folder(tmp_path / "d", same, qwen3), qwen3)
+    assert turns.kind == "template" and turns.render(TALK[:1]).endswith("<|im_start|>assistant\n")
+    assert turns.render([{"role": "user", "content": "a"}]) == qwen3.apply("a")
 
 
 @pytest.mark.parametrize(

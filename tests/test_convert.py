@@ -13,6 +13,7 @@ from checkpoints import EOS, byte_level_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from litspec import SpecLLM
+from litspec.__main__ import main
 from litspec.checkpoint import open_checkpoint
 from litspec.convert import command_for, model_name
 from litspec.errors import InputError
@@ -114,6 +115,16 @@ def test_without_asking_nothing_is_converted_and_ranks_never_do(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InputError, match="not yet converted"):
         open_checkpoint(tmp_path / "a", may_convert=True)
+
+
+def test_a_job_converts_before_it_reads_what_decides_its_texts(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "a", name)
+    (tmp_path / "prompts.txt").write_text("abc\n")
+    flags = ["--checkpoint_dir", tmp_path / "a", "--prompts_file", tmp_path / "prompts.txt", "--max_new_tokens", 4]
+    with pytest.raises(SystemExit) as exit_:
+        main(["generate", *map(str, flags), "--out_file", str(tmp_path / "out.jsonl"), "--convert", "true"])
+    assert exit_.value.code == 0
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 1
 
 
 NAMES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")

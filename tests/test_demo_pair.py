@@ -319,6 +319,8 @@ def test_two_fast_runs_give_equal_weights_whatever_the_holdout_says(script: Modu
         load(tmp_path / "pair0" / role)
         tokenizers = [(tmp_path / f"pair{n}" / role / "tokenizer.json").read_bytes() for n in (0, 1)]
         assert tokenizers[0] == tokenizers[1]
+        # A pair of one's own does not go by the name of the embedded one.
+        assert Config.from_file(tmp_path / "pair0" / role / "model_config.yaml").name == f"pair0-{role}"
 
     figures = script.measure(tmp_path / "pair0" / "target", tmp_path / "pair0" / "draft", texts[0], prompts=2, seed=0)
     # Better than chance over the tokenizer's entries; after two dozen steps no more can be asked.

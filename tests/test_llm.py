@@ -680,3 +680,16 @@ def test_a_stop_string_that_is_a_special_token_stops(tmp_path: Path) -> None:
 def test_a_stop_string_that_can_never_come_is_refused(llm: SpecLLM) -> None:
     with pytest.raises(InputError, match="surrogate"):
         llm.generate("abc", stop=["\ud83e"])
+
+
+def test_threads_are_set_before_the_weights_are_laid_out() -> None:
+    before = torch.get_num_threads()
+    try:
+        SpecLLM.load(threads=before + 1)
+        assert torch.get_num_threads() == before + 1
+        SpecLLM.load()
+        assert torch.get_num_threads() == before + 1  # None leaves them as they are
+    finally:
+        torch.set_num_threads(before)
+    with pytest.raises(InputError, match="threads must be at least 1, got 0"):
+        SpecLLM.load(threads=0)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from litspec.drafters.base import Drafter
     from litspec.model import GPT
 
-Kind = Literal["litgpt", "dflash", "eagle", "mtp"]
+Kind = Literal["litgpt", "dflash", "eagle", "mtp", "assistant"]
 
 CONFIG = "config.json"
 SAFETENSORS = "model.safetensors"
@@ -40,15 +40,22 @@ LOADERS: dict[Kind, str] = {
     "dflash": "litspec.drafters.dflash_folder:load_dflash",
     "eagle": "litspec.drafters.eagle:load_eagle",
     "mtp": "litspec.drafters.mtp:load_mtp",
+    "assistant": "litspec.drafters.assistant:load_assistant",
 }
 # Names by which a kind is recognized in `architectures` and `speculators_model_type`.
-_NAMES: tuple[tuple[str, Kind], ...] = ((r"eagle", "eagle"), (r"dflash", "dflash"), (r"mtp|nextn", "mtp"))
+_NAMES: tuple[tuple[str, Kind], ...] = (
+    (r"eagle", "eagle"),
+    (r"dflash", "dflash"),
+    (r"mtp|nextn", "mtp"),
+    (r"gemma4\w*assistant", "assistant"),
+)
 # Otherwise: names of weights by which a kind is recognized.
 _MTP = r"(^|\.)(mtp|mtp_layers|nextn)\.|\.(enorm|eh_proj|token_layernorm)\."
 _WEIGHT_NAMES: tuple[tuple[str, Kind], ...] = (
     (r"^(model\.)?midlayer\.", "eagle"),
     (r"^layers\.0\.hidden_norm\.", "eagle"),
     (r"^hidden_norm\.", "dflash"),
+    (r"^pre_projection\.", "assistant"),
     (_MTP, "mtp"),
 )
 # Names that a whole model has: a Hugging Face folder that was not converted, of which the checkpoint reader speaks.
@@ -136,7 +143,7 @@ def kind_of(draft_dir: str | Path, target_dir: Path | None = None) -> Kind:
     what = f"called {named[0]!r}" if named else "of an unknown kind"
     raise InputError(
         f"draft_dir {str(folder)!r} holds a drafter {what}; litspec reads LitGPT checkpoints and published DFlash, "
-        "EAGLE-3 and MTP drafters."
+        "EAGLE-3 and MTP drafters and assistants."
     )
 
 

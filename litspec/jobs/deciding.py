@@ -70,10 +70,10 @@ def _table_of_contents(file: BinaryIO, checkpoint: Checkpoint) -> list[str]:
         ) from error
 
 
-def draft_digest(draft_dir: str | Path) -> str:
-    """A hash of all that texts depend on in draft_dir, which holds a checkpoint or a published drafter."""
+def draft_digest(draft_dir: str | Path, may_convert: bool = False) -> str:
+    """A hash of all that texts depend on in draft_dir, a checkpoint (see `open_checkpoint`) or a published drafter."""
     if kind_of(draft_dir) == "litgpt":
-        return checkpoint_digest(open_checkpoint(draft_dir, role="draft_dir"))
+        return checkpoint_digest(open_checkpoint(draft_dir, role="draft_dir", may_convert=may_convert))
     folder = resolve(draft_dir)
     with reading(folder / CONFIG):
         parts: list[bytes | str] = [(folder / CONFIG).read_bytes()]
@@ -106,7 +106,8 @@ def deciding(prompts: Prompts, load: Mapping[str, Any], settings: Mapping[str, A
     given = {**load, **settings}
     found = {name: value for name, value in given.items() if name not in (*PLACING, *DRAFTING)}
     embedded = load["checkpoint_dir"] is None
-    target = open_checkpoint(DEMO_TARGET if embedded else load["checkpoint_dir"])
+    may_convert = bool(load.get("convert"))
+    target = open_checkpoint(DEMO_TARGET if embedded else load["checkpoint_dir"], may_convert=may_convert)
     found |= {
         "prompts_file": prompts.digest,
         "num_samples": prompts.num_samples,
@@ -116,7 +117,7 @@ def deciding(prompts: Prompts, load: Mapping[str, Any], settings: Mapping[str, A
     if depends_on_proposals(prompts, settings):
         draft = DEMO_DRAFT if embedded else load["draft_dir"]
         wanted = draft is not None and load["drafter"] in ("auto", "draft_model")
-        draft = draft_digest(draft) if wanted else None
+        draft = draft_digest(draft, may_convert) if wanted else None
         found |= {name: given[name] for name in DRAFTING if name != "drafter"} | {"draft_dir": draft}
     return json.loads(json.dumps(found, default=str))
 

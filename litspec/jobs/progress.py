@@ -54,7 +54,8 @@ class Meter:
             self._bar.stop()
         if self._shown:
             complete = self._before + self._made == self._total
-            log(self._line() if complete else f"{self._line()}; the same command resumes the job")
+            line = f"{self._line()}, in {time.monotonic() - self._began:.1f} s"
+            log(line if complete else f"{line}; the same command resumes the job")
 
     def add(self, stats: Mapping[str, Any]) -> None:
         """Counts a text by its line in the stats file."""

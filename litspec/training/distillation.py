@@ -80,7 +80,9 @@ class Distillation:
         if settings.seed is None:
             raise InputError("seed must be a whole number, so that training can be resumed, got None")
         self.seed: int = settings.seed
-        self.target = open_checkpoint(DEMO_TARGET if load.checkpoint_dir is None else load.checkpoint_dir)
+        self.target = open_checkpoint(
+            DEMO_TARGET if load.checkpoint_dir is None else load.checkpoint_dir, may_convert=load.convert
+        )
         self.start = self._start()
         self.files = RunFiles(
             out_dir,
@@ -106,7 +108,7 @@ class Distillation:
         if config.kind == "dflash" or other:
             return None
         if load.draft_dir is not None:
-            return open_checkpoint(load.draft_dir, role="draft_dir")
+            return open_checkpoint(load.draft_dir, role="draft_dir", may_convert=load.convert)
         if load.checkpoint_dir is None:
             return open_checkpoint(DEMO_DRAFT, role="draft_dir")
         raise InputError(
