@@ -55,7 +55,7 @@ MAX_LAYERS = 8
 
 
 class Ends(NamedTuple):
-    """What stands before and behind the block of one layer, as functions of rows."""
+    """What stands before and after the block of one layer, as functions of rows."""
 
     norm_embedding: Callable[[Tensor], Tensor]
     norm_hidden: Callable[[Tensor], Tensor]
@@ -126,7 +126,7 @@ class Mtp(TappedDrafter):
                 # A copy: it outlives the states that it is cut from.
                 session.inputs[i] = inputs[size:].clone()
                 if size:
-                    # The first layer's row p has the token behind p, row p of layer i the one i places further on.
+                    # The first layer's row p has the token after p, row p of layer i the one i places further on.
                     behind = torch.tensor(session.tokens[start + i : start + i + size], device=device)
                     ready.append(_Rows(session, behind, inputs[:size], start))
                     session.rows[i] += size
@@ -249,7 +249,7 @@ class MtpSession(TappedSession):
 
 
 class _Naming(NamedTuple):
-    """How a family names its layers: a pattern, and what may stand behind it beside the names of a decoder layer."""
+    """How a family names its layers: a pattern, and what may stand after it beside the names of a decoder layer."""
 
     pattern: str
     norm_embedding: str
@@ -379,7 +379,7 @@ def _check_target(config: Mapping[str, Any], n_layer: int, target_model: GPT, fo
 
 
 def _layer_of(name: str, n_layer: int) -> tuple[str, int, str] | None:
-    """The family whose MTP layer a weight belongs to, the layer's number, and the name behind it."""
+    """The family whose MTP layer a weight belongs to, the layer's number, and the name after it."""
     for family, naming in _NAMINGS.items():
         if found := re.match(naming.pattern, name):
             number = int(found.group(1)) - (n_layer if family == "DeepSeek" else 0)
