@@ -106,7 +106,8 @@ def softcapped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: f
     L = k.size(2)
     q, k, v = q.reshape(B * G, R * W, D), k.reshape(B * G, L, D), v.reshape(B * G, L, D)
     scores = torch.tanh(torch.bmm(q, k.mT) * (scale / softcap)) * softcap
-    scores = scores.view(B, G, R, W, L) + mask.unsqueeze(2)
+    # A row that sees no key, as of an idle slot with a sliding window, must not become NaN: what it writes stays.
+    scores = (scores.view(B, G, R, W, L) + mask.unsqueeze(2)).clamp_min(torch.finfo(scores.dtype).min)
     probs = F.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype).view(B * G, R * W, L)
     y = torch.bmm(probs[..., :KEY_BLOCK], v[:, :KEY_BLOCK])
     for start in range(KEY_BLOCK, L, KEY_BLOCK):
