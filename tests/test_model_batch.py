@@ -36,3 +36,15 @@ def test_a_text_in_a_batch_has_the_logits_that_it_has_alone(name: str, dtype: to
             for b, position in enumerate(POSITIONS):
                 own = buffers(alone[b])[layer][0, :, : position + 8]
                 assert torch.equal(buffer[b, :, : position + 8], own), f"layer {layer}, text {b}"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_idle_sequence_out_of_every_window_stays_finite(name: str) -> None:
+    # It runs in the last places of its buffer, of which a short forward reads none; a later text may reach them.
+    model = model_of(name)
+    cache = model.make_cache(200, width=16, batch_size=2)
+    idle = cache.size - 8
+    model.verify(torch.zeros(2, 8, dtype=torch.int64), torch.tensor([10, idle]), cache, kv_length=cache.bucket(18))
+    for buffer in (*cache.k, *cache.v):
+        assert buffer.isfinite().all()
+        assert not buffer[1, :, idle:].eq(0).all()
