@@ -156,7 +156,10 @@ def bench(
     if output_format == "json":
         print(json.dumps(report.as_dict()))
     else:
-        _print(llm.describe(), report)
+        told = llm.describe()
+        if "draft_model" in names and (made := llm.with_drafter("draft_model").drafter) and made.name != "draft_model":
+            told += f"\nThe rows draft_model are of the {made.name} drafter in {load.draft_dir}."
+        _print(told, report)
     # Last, so that a disk that has meanwhile filled up takes nothing but the picture.
     if plot is not None:
         plot_report(report, plot)

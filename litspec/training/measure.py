@@ -96,7 +96,7 @@ def expected_rounds(ratios_of_texts: Sequence[Tensor], k: int) -> Rounds:
                 visits[i + j + 1] += visits[i] * rows[i][j]
         at = torch.tensor(visits[:n], dtype=torch.float64)
         rounds += float(at.sum())
-        proposed += (at.unsqueeze(1) * prefix[:, :-1] * made).sum(0)
+        proposed += (at.unsqueeze(1) * made).sum(0)
         taken += (at.unsqueeze(1) * prefix[:, 1:] * made).sum(0)
     return Rounds(tokens, rounds, tuple(proposed.tolist()), tuple(taken.tolist()))
 
