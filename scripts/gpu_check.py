@@ -277,6 +277,7 @@ def check_guarantee(stage: Stage, setup: Setup) -> None:
     del llm
     llm = near_tied_pair(setup, n_layer=1 if setup.tiny else 4)  # what compiling takes grows with the layers
     for other in compiled(stage, llm):
+        llm.placed.model.fix_shapes()
         verify = torch.compile(llm.placed.model.verify, fullgraph=True, dynamic=False)
         check_bits(stage, "compiled", llm.placed.model, verify, WIDTH, POSITIONS[:1] if setup.tiny else POSITIONS[2:4])
         check_texts(stage, "compiled, greedy", other, setup.k, **GREEDY, **tokens)

@@ -84,6 +84,7 @@ def test_memory_beyond_keys_and_values_grows_by_no_more_than_a_chunks_mask(peak_
 @pytest.mark.parametrize("name", ["llama-3", "gemma-3", "latent"])
 def test_a_compiled_step_does_not_copy_the_cache(peak_bytes: Callable, name: str) -> None:
     model = model_of(name)
+    model.fix_shapes()
     cache = model.make_cache(3000, powers_of_two=True)
     compiled = torch.compile(model.verify, fullgraph=True, dynamic=False)
     args = torch.zeros(1, 4, dtype=torch.int64), torch.tensor([100]), cache

@@ -105,6 +105,7 @@ class CompiledRunner(Runner):
             torch.compiler.cudagraph_mark_step_begin()
 
     def make_cache(self, model: GPT, max_length: int, *, width: int, batch_size: int = 1) -> KVCache:
+        model.fix_shapes()
         cache = model.make_cache(max_length, width=width, batch_size=batch_size, powers_of_two=True)
         if self.device.type == "cuda":
             # It stays where it is: CUDA graphs need not copy it, and may write to it.

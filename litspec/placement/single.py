@@ -94,8 +94,6 @@ def load_model(
         model = GPT(checkpoint.config)
     load_weights(model, checkpoint, dtype=dtype, device=device)
     model.eval().requires_grad_(False)
-    if compiled:
-        model.fix_shapes()
     if rows is not None:
         pack(model, rows, blocks=not compiled)
     return model
