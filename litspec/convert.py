@@ -85,12 +85,16 @@ def command_for(folder: Path) -> str:
             "`--convert true`"
         )
     hf = _read(folder / "config.json")
-    architecture = ", ".join(map(str, hf.get("architectures") or ["no architecture"]))
+    named = ", ".join(map(str, hf.get("architectures") or []))
     sizes = ", ".join(f"{key} {hf[key]}" for key in _SIZES if isinstance(hf.get(key), int))
-    seen = f"its config.json names {architecture}" + (f" with {sizes}" if sizes else "")
+    seen = (
+        f"config.json names {named}" + (f" with {sizes}" if sizes else "") if named else "no config.json names a model"
+    )
     return (
-        f"{seen}, which is none of the models that LitGPT knows by name; if it is one all the same, convert it with "
-        f"`litgpt convert_to_litgpt {folder} --model_name NAME` (`litgpt download list` shows the names)"
+        f"{seen}, which LitGPT does not list; if it is one of its models, run `litgpt convert_to_litgpt {folder} "
+        "--model_name NAME` (`litgpt download list` shows the names)"
+        if named
+        else f"{seen}; run `litgpt convert_to_litgpt {folder} --model_name NAME` (`litgpt download list` shows the names)"
     )
 
 
