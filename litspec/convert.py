@@ -87,15 +87,11 @@ def command_for(folder: Path) -> str:
     hf = _read(folder / "config.json")
     named = ", ".join(map(str, hf.get("architectures") or []))
     sizes = ", ".join(f"{key} {hf[key]}" for key in _SIZES if isinstance(hf.get(key), int))
-    seen = (
-        f"config.json names {named}" + (f" with {sizes}" if sizes else "") if named else "no config.json names a model"
-    )
-    return (
-        f"{seen}, which LitGPT does not list; if it is one of its models, run `litgpt convert_to_litgpt {folder} "
-        "--model_name NAME` (`litgpt download list` shows the names)"
-        if named
-        else f"{seen}; run `litgpt convert_to_litgpt {folder} --model_name NAME` (`litgpt download list` shows the names)"
-    )
+    command = f"`litgpt convert_to_litgpt {folder} --model_name NAME` (`litgpt download list` shows the names)"
+    if not named:
+        return f"no config.json names a model; run {command}"
+    seen = f"config.json names {named}" + (f" with {sizes}" if sizes else "")
+    return f"{seen}, which is none of the models that LitGPT lists; if it is one of them, run {command}"
 
 
 def convert(folder: Path, role: str) -> None:
