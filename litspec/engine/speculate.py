@@ -136,12 +136,12 @@ class Slot:
         """Lets the next round read a part of a short prompt, if that is how this prompt is read.
 
         A round has the same rows for all texts, so one more costs little, while a forward of its own would cost a whole
-        step. How a prompt is read depends on the prompt alone, and rows of a block have equal bits in any round.
-        Compiled steps, drafters that see states, and grammars, which must know each token, read prompts in chunks.
+        step. How a prompt is read depends on its length alone, whoever drafts, and rows of a block have equal bits in
+        any round. Compiled steps have one graph for blocks to verify, so there all prompts are read in chunks.
         """
         target = self.target
         short = len(prompt) <= SHORT_BLOCKS * target.verify_width
-        if not short or self.taps or self.grammar is not None or target.runner.compiles:
+        if not short or target.runner.compiles:
             return False
         self._begin(prompt, cache)
         start = len(prompt) - target.unread
@@ -172,12 +172,7 @@ class Slot:
         while target.unread and (most is None or before - target.unread < most):
             begin = len(prompt) - target.unread
             hidden = target.read()
-            end = len(prompt) - target.unread
-            if hidden is not None and self.draft is not None:
-                # Row j of what a drafter sees is the state that predicted token j, the one before it.
-                first = torch.zeros_like(hidden[:1]) if self._last_state is None else self._last_state
-                self.draft.commit(list(prompt[begin:end]), begin, torch.cat((first, hidden[:-1])))
-                self._last_state = hidden[-1:].clone()
+            self.tell_states(prompt[begin : len(prompt) - target.unread], begin, hidden)
         read = before - target.unread
         return read, None if target.unread else self._first_token(prompt)
 
@@ -192,6 +187,14 @@ class Slot:
         tokens, _ = found[self.number]
         self.tell_drafter(prompt, tokens)
         return tokens
+
+    def tell_states(self, tokens: Sequence[int], begin: int, hidden: torch.Tensor | None) -> None:
+        """Commits a part of the prompt to a draft session that sees states; `hidden` has those of its rows."""
+        if hidden is not None and self.draft is not None:
+            # Row j of what a drafter sees is the state that predicted token j, the one before it.
+            first = torch.zeros_like(hidden[:1]) if self._last_state is None else self._last_state
+            self.draft.commit(list(tokens), begin, torch.cat((first, hidden[:-1])))
+            self._last_state = hidden[-1:].clone()
 
     def tell_drafter(self, prompt: Sequence[int], tokens: Sequence[int]) -> None:
         """Commits the prompt and the first token to the draft session."""
@@ -275,7 +278,9 @@ def run_round(slots: Sequence[Slot], cache: Slots) -> list[tuple[Slot, list[int]
             if slot is not None and slot.reading is None:
                 accepted, _, proposed = numbers[begin : begin + 3]
                 slot.choose_k.observe(proposed=proposed, accepted=accepted)
-        return [0 if slot is None else slot.choose_k.choose() for slot in outcomes.order]
+        # A text whose prompt goes on has no round yet.
+        waits = [slot is None or (slot.reading is not None and not slot.reading.last) for slot in outcomes.order]
+        return [0 if wait or slot is None else slot.choose_k.choose() for slot, wait in zip(outcomes.order, waits)]
 
     found = _read(outcomes.order, outcomes.sizes, outcomes.packed, next_ks)
     going_on = []
@@ -284,7 +289,11 @@ def run_round(slots: Sequence[Slot], cache: Slots) -> list[tuple[Slot, list[int]
         if slot.error is not None:
             continue
         if piece is not None:
-            slot.target.has_read(piece.end - piece.start, outcomes.logits[slot.number])
+            count, states = piece.end - piece.start, outcomes.states.get(slot.number)
+            slot.target.has_read(count, outcomes.logits[slot.number])
+            slot.tell_states(
+                piece.prompt[piece.start : piece.end], piece.start, None if states is None else states[:count]
+            )
             if not piece.last:
                 continue
             slot.tell_drafter(piece.prompt, found[slot.number][0])
