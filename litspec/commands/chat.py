@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import json
 import os
 import signal
@@ -48,8 +49,8 @@ def chat(
 ) -> int:
     """Talk with a model; the answers are those of the target alone, sooner.
 
-    Each answer sees the turns before it, by the checkpoint's prompt style or its chat template; what the target has
-    read of them it does not read again. Prompts come from stdin, a line each, answers go to stdout, everything else
+    Each answer sees the turns before it, by the checkpoint's prompt style or its chat template. What the target has
+    read of them it does not read again, in whole chunks of 512 tokens. Prompts come from stdin, a line each, answers go to stdout, everything else
     to stderr. Type /help in the chat for what else it takes.
 
     Args:
@@ -157,7 +158,7 @@ class _Chat:
         try:
             if self._is_terminal:
                 with suppress(ImportError):
-                    import readline  # noqa: F401  its presence makes `input` a line editor with a history
+                    importlib.import_module("readline")  # its presence makes `input` a line editor with a history
                 return input(sign)
             line = sys.stdin.readline()
         except EOFError:

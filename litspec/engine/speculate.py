@@ -434,7 +434,7 @@ class Outcomes(NamedTuple):
 
 def verify(slots: Sequence[Slot], proposals: dict[int, Proposal], cache: Slots) -> Outcomes:
     """Runs the target over the proposals of some texts and chooses their tokens."""
-    # Behind the first token of each block.
+    # Tokens after the first of each block.
     most = max(len(slot.block[0]) - 1 + proposals[slot.number].tokens.size(0) for slot in slots)
     rows = slots[0].target.rows_for(most)
     parts: list[Outcomes] = []
@@ -555,7 +555,7 @@ class Verification:
         sampler = self._samplers[self.kinds.index(same)] if len(self.kinds) > 1 else self._samplers[0]
         if isinstance(sampler, Choosing):
             return None
-        empty = Proposal(torch.empty(0, dtype=torch.int64, device=self._target.device))
+        empty = _nothing(self._target.device)
         own = [empty if slot is None else proposals[slot.number] for slot in same]
         given = [each.q for each in own if each.q is not None]
         compiles = self._target.runner.compiles
