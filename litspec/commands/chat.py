@@ -50,8 +50,8 @@ def chat(
     """Talk with a model; the answers are those of the target alone, sooner.
 
     Each answer sees the turns before it, by the checkpoint's prompt style or its chat template. What the target has
-    read of them it does not read again, in whole chunks of 512 tokens. Prompts come from stdin, a line each, answers go to stdout, everything else
-    to stderr. Type /help in the chat for what else it takes.
+    read of them it does not read again, in whole chunks of 512 tokens. Prompts come from stdin, a line each; answers go
+    to stdout, everything else to stderr. Type /help in the chat for what else it takes.
 
     Args:
         {load}
