@@ -40,9 +40,9 @@ class Machine:
     token: float
 
 
-CPU = Machine(layer=1.2e-4, byte=4.5e-11, row=0.12, token=1e-4)
+CPU = Machine(layer=2.4e-4, byte=4.5e-11, row=0.12, token=2e-4)
 # Half the bytes in bf16, of which products of a few rows cost the same as one.
-CPU_16 = Machine(layer=1.4e-4, byte=6e-11, row=0.02, token=1e-4)
+CPU_16 = Machine(layer=3e-4, byte=6e-11, row=0.02, token=2.4e-4)
 GPU = Machine(layer=1e-4, byte=1e-12, row=0.0, token=1e-4)
 
 
