@@ -250,9 +250,14 @@ def main(
         written = llm.with_drafter("none").generate(prompts, batch_size=16, max_new_tokens=new, **GREEDY)
         whole = [llm.codec.encode(prompt).tolist() + text.token_ids for prompt, text in zip(prompts, written)]
         llm.drafter = SimulatedDrafter(Free(), whole, 0.7, llm.placed.model.config.vocab_size)
-        ways = {f"litspec, {n}": litspec(llm, prompts, n, new, speculative_k=4, **GREEDY) for n in (1, 16)}
-        title = "SmolLM2-135M's shape, bf16, 70 % right proposals simulated, k = 4"
-        show(title, tokens_per_second(ways, 1), [("litspec, 16", "litspec, 1")])
+        ways = {
+            f"litspec, k = {k}, {n}": litspec(llm, prompts, n, new, speculative_k=k, **GREEDY)
+            for k in (4, "auto")
+            for n in (1, 16)
+        }
+        title = "SmolLM2-135M's shape, bf16, 70 % right proposals simulated"
+        ratios = [(f"litspec, k = {k}, 16", f"litspec, k = {k}, 1") for k in (4, "auto")]
+        show(title, tokens_per_second(ways, 1), ratios)
 
 
 if __name__ == "__main__":

@@ -99,9 +99,13 @@ def rendered(page: str, folder: Path) -> list[dict[str, Any]]:
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed.")
 
 
-def test_the_notebook_is_committed_without_outputs() -> None:
+def test_the_committed_outputs_hold_no_error_and_no_path() -> None:
+    # A code host shows them, so they are committed: `jupyter nbconvert --to notebook --execute --inplace`.
     for cell in nbformat.read(NOTEBOOK, as_version=4).cells:
-        assert cell.cell_type == "markdown" or (not cell.outputs and cell.execution_count is None)
+        for output in cell.get("outputs", []):
+            assert output.output_type != "error" and output.get("name") != "stderr"
+            shown = json.dumps({kind: data for kind, data in output.get("data", {}).items() if kind != "image/png"})
+            assert not re.search(r"/(home|root|tmp|work|Users)/", shown + output.get("text", "")), cell.id
 
 
 @pytest.mark.slow
@@ -116,7 +120,16 @@ def test_the_notebook_runs_from_top_to_bottom_and_shows_texts_and_a_plot(execute
     assert numbers.text.startswith("stop: ") and "tokens/s" in numbers.text
     said = outputs(executed, "same")[-1].text
     assert re.findall(r"(\w+): the same \d+ tokens", said) == ["greedy", "coupled"]
-    assert "keeps its promises" in outputs(executed, "check")[-1].text
+    assert "passes all checks" in outputs(executed, "check")[-1].text
+
+
+@pytest.mark.slow
+def test_the_committed_outputs_are_of_the_kinds_that_a_run_gives(executed: NotebookNode) -> None:
+    def kinds(notebook: NotebookNode) -> dict[str, list[tuple[str, list[str]]]]:
+        code = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.id != "truth"]
+        return {cell.id: [(each.output_type, sorted(each.get("data", {}))) for each in cell.outputs] for cell in code}
+
+    assert kinds(nbformat.read(NOTEBOOK, as_version=4)) == kinds(executed)
 
 
 @pytest.mark.slow
