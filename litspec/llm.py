@@ -22,7 +22,7 @@ from litspec.drafters import AdaptiveK, Drafter, FixedK, SpeculativeK, make_draf
 from litspec.drafters.folders import kind_of, load_published
 from litspec.drafters.speculative_k import Acceptance, RoundCosts
 from litspec.engine.capacity import slots_that_fit, slots_that_pay
-from litspec.engine.costs import modelled
+from litspec.engine.costs import modelled, thread_advice
 from litspec.engine.engine import Engine, Request
 from litspec.engine.runner import CompiledRunner, Runner
 from litspec.engine.sequence import Block
@@ -230,7 +230,12 @@ class SpecLLM:
         )
         published = load_published(draft_dir, kind, placed.model) if draft_dir is not None and draft is None else None
         chosen = make_drafter(drafter, placed, pair=pair, published=published, exit_layer=config.exit_layer)
-        return cls(placed, codec, chosen, pair, embedded, published)
+        llm = cls(placed, codec, chosen, pair, embedded, published)
+        alone = placed.device.type == "cpu" and placed.world_size == 1
+        if alone and config.threads is None and torch.get_num_threads() > 1:
+            advice = thread_advice(placed.model, placed.verify_width)
+            llm.notes += [advice] if advice is not None else []
+        return llm
 
     def with_drafter(
         self, drafter: DrafterName | Drafter, *, exit_layer: int | None = None, verify_width: int | None = None

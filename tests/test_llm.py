@@ -7,6 +7,7 @@ import random
 import resource
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from tokenizers import Tokenizer, decoders, models
 from litspec import Completion, SpecLLM
 from litspec.drafters import Drafter, DraftSession, Proposal
 from litspec.errors import InputError
-from litspec.model import KVCache
+from litspec.model import GPT, KVCache
 
 PROMPTS = ["abcabcabc", "x", "The llama said: the llama said"]
 DRAFTERS = ["draft_model", "prompt_lookup", "lookup_then_model", "early_exit", "none"]
@@ -693,3 +694,21 @@ def test_threads_are_set_before_the_weights_are_laid_out() -> None:
         torch.set_num_threads(before)
     with pytest.raises(InputError, match="threads must be at least 1, got 0"):
         SpecLLM.load(threads=0)
+
+
+@pytest.mark.parametrize(("slow", "advised"), [(2, True), (1, False)])
+def test_a_user_is_told_where_one_thread_is_faster(slow: int, advised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def verify_slowly(self: GPT, *args: Any, **kwargs: Any) -> None:
+        # In place of a step, which threads of a busy machine may slow down too.
+        time.sleep(0.02 if torch.get_num_threads() == slow else 0.001)
+
+    monkeypatch.setattr(GPT, "verify", verify_slowly)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        notes = SpecLLM.load().notes
+        assert torch.get_num_threads() == 2
+        assert not SpecLLM.load(threads=2).notes  # whoever names a number needs no advice
+    finally:
+        torch.set_num_threads(before)
+    assert [("try --threads 1" in note) for note in notes] == [True] * advised

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,8 +15,10 @@ from litspec.drafters.autoregressive import step_bytes
 from litspec.drafters.base import Proposal
 from litspec.drafters.speculative_k import FixedK, RoundCosts
 from litspec.engine.sequence import Text
+from litspec.engine.rows import distinct_blocks
 from litspec.engine.speculate import Slot, prepare, propose, verify
 from litspec.engine.target import Placed, Slots
+from litspec.model import GPT
 from litspec.stopping import StopTokens
 
 if TYPE_CHECKING:
@@ -134,6 +137,8 @@ class Trial:
 
 # Turns in which each part is timed; the shortest time of each counts, since what disturbs makes it longer.
 TURNS = 5
+# Turns in which steps with one and with all threads are timed.
+THREAD_TURNS = 3
 
 
 def timed(slots: Slots, drafter: Drafter, most: int, sampler: Sampler, count: int = 1) -> RoundCosts:
@@ -182,3 +187,40 @@ def _between(points: Sequence[tuple[int, float]]) -> Callable[[int], float]:
         return points[-1][1]
 
     return at
+
+
+# A step with all threads must take so many times as long as with one before users are told.
+MUCH_SLOWER = 1.5
+
+
+@torch.inference_mode()
+def thread_advice(model: GPT, width: int) -> str | None:
+    """A sentence for users of a CPU on which steps are much faster with one thread; None where they are not.
+
+    That happens with small models, and where other processes use the cores: the threads of an operator wait for each
+    other. The model's first layers are timed, as the rest repeats them.
+
+    Args:
+        model: The target, on one CPU.
+        width: Rows of a step.
+    """
+    threads = torch.get_num_threads()
+    size = min(width, model.config.block_size)
+    cache = model.make_cache(size, width=size)
+    rows, position = torch.zeros(1, size, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    seconds: dict[int, list[float]] = {threads: [], 1: []}
+    try:
+        for _ in range(THREAD_TURNS):
+            for n, taken in seconds.items():
+                torch.set_num_threads(n)
+                for _ in range(2):  # the first call after a change starts threads
+                    began = time.perf_counter()
+                    model.verify(rows, position, cache, n_layer=distinct_blocks(model))
+                    last = time.perf_counter() - began
+                taken.append(last)
+    finally:
+        torch.set_num_threads(threads)
+    ratio = median(seconds[threads]) / median(seconds[1])
+    if ratio < MUCH_SLOWER:
+        return None
+    return f"Steps are {ratio:.1f} times as fast with one thread as with torch's {threads} now; try --threads 1."
