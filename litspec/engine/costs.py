@@ -14,8 +14,8 @@ import torch
 from litspec.drafters.autoregressive import step_bytes
 from litspec.drafters.base import Proposal
 from litspec.drafters.speculative_k import FixedK, RoundCosts
-from litspec.engine.sequence import Text
 from litspec.engine.rows import distinct_blocks
+from litspec.engine.sequence import Text
 from litspec.engine.speculate import Slot, prepare, propose, verify
 from litspec.engine.target import Placed, Slots
 from litspec.model import GPT
