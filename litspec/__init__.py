@@ -9,9 +9,9 @@ __version__ = "0.1.0"
 __all__ = ["Completion", "SpecLLM", "__version__"]
 
 lifeline.hold()
-# Threads of an operator wait for each other. By default they spin. If another process uses one of the cores, each operator
-# then takes a time slice of the scheduler: 2 tokens per second on two cores, and 200 if waiting threads sleep. OpenMP
-# reads the variable when torch is imported.
+# Threads of an operator wait for each other. By default they spin. If another process uses one of the cores, each
+# operator then takes a time slice of the scheduler: 2 tokens per second on two cores, and 200 if waiting threads sleep.
+# OpenMP reads the variable when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 if TYPE_CHECKING:
