@@ -12,12 +12,12 @@ import torch
 
 from litspec.sampling import Sampler, concatenate
 
-# Token ids (T,) to the logits that follow each of them, (T, V).
+# Maps token ids (T,) to the logits after each of them, (T, V).
 Model = Callable[[torch.Tensor], torch.Tensor]
 
 
 def propose(draft: Model, text: list[int], k: int, sampler: Sampler) -> tuple[list[int], list]:
-    """Draws k tokens from the draft, one after the other. Also returns the distribution of each."""
+    """Draws k tokens from the draft, one after the other. Also returns the distribution of each token."""
     proposal: list[int] = []
     q = []
     for _ in range(k):
@@ -42,7 +42,7 @@ def generate(
     """The completion of a prompt, without the stop that ended it."""
     text, end = list(prompt), len(prompt) + max_new_tokens
     while len(text) < end:
-        # Propose: at most what can be used, since each round ends with a token of the target's own.
+        # Propose: one token less than the limit allows, since each round ends with a token of the target's own.
         m = min(k, end - len(text) - 1)
         sampler.start_round(len(text))
         proposal, q = propose(draft, text, m, sampler)

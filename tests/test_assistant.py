@@ -101,14 +101,14 @@ def test_a_row_of_a_refused_proposal_would_be_noticed(tmp_path, target):
 @pytest.mark.parametrize(
     ("fields", "inner", "sentence"),
     [
-        ({"backbone_hidden_size": 32}, {}, "of 32 channels, this one has 24"),
-        ({}, {"sliding_window": 16}, "of 16 positions a window, this one has 8"),
-        ({}, {"head_dim": 16}, r"of 16 elements a head \(sliding_attention\), this one has 8"),
-        ({}, {"num_key_value_heads": 1}, r"of 1 key and value heads \(sliding_attention\), this one has 2"),
-        ({}, {"vocab_size": 500}, "vocabulary of 500 ids, the target has 96"),
+        ({"backbone_hidden_size": 32}, {}, "with 32 channels, but this one has 24"),
+        ({}, {"sliding_window": 16}, "with 16 positions per window, but this one has 8"),
+        ({}, {"head_dim": 16}, r"with 16 elements per head \(sliding_attention\), but this one has 8"),
+        ({}, {"num_key_value_heads": 1}, r"with 1 key and value heads \(sliding_attention\), but this one has 2"),
+        ({}, {"vocab_size": 500}, "vocabulary of 500 ids, but the target has 96"),
         ({}, {"enable_moe_block": True}, "enable_moe_block to True"),
-        ({}, {"num_kv_shared_layers": 1}, "all of 3 layers, it does in 1"),
-        ({}, {"layer_types": ["full_attention"]}, "each of 3 layers in layer_types"),
+        ({}, {"num_kv_shared_layers": 1}, "all 3 layers, but shares them in 1"),
+        ({}, {"layer_types": ["full_attention"]}, "each of the 3 layers in layer_types"),
         ({}, {"rope_parameters": {}}, "rope_type 'default' or 'proportional'"),
         ({"use_ordered_embeddings": True}, {}, "clustered head"),
     ],
@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_refused_with_a_sentence(tmp_path, target, fields, 
 
 def test_a_target_without_windows_and_a_missing_weight_are_refused(tmp_path, target):
     plain = GPT(gemma_like(vocab_size=96, padded_vocab_size=96, sliding_window_size=None, sliding_window_indices=None))
-    with pytest.raises(InputError, match="sliding_attention, of which the target has none"):
+    with pytest.raises(InputError, match="sliding_attention, but the target has none"):
         load_assistant(write_folder(tmp_path, CONFIG, WEIGHTS), plain)
     fewer = {name: weight for name, weight in WEIGHTS.items() if name != "model.norm.weight"}
     with pytest.raises(InputError, match=r"lack 'model\.norm\.weight'"):

@@ -187,10 +187,10 @@ def test_states_that_were_left_out_are_an_error_and_not_wrong_drafts() -> None:
     session = drafter.start(TargetSession(PLACED, 64), 64, Greedy(GREEDY))
     with pytest.raises(ValueError, match="from position 16 on, but the next one is 0"):
         session.commit([1] * 8, 16, torch.zeros(8, 48))
-    with pytest.raises(ValueError, match="given no states"):
+    with pytest.raises(ValueError, match="got None"):
         session.commit([1], 0)
     session.commit([1, 2, 3], 0, torch.zeros(3, 48))
-    with pytest.raises(ValueError, match="told 3 tokens cannot draft after position 3"):
+    with pytest.raises(ValueError, match="3 committed tokens cannot draft after position 3"):
         session.propose(3, 3, 4)
 
 
@@ -358,7 +358,7 @@ def test_weights_are_cast_to_the_target_s_type() -> None:
         ({"hidden_act": "gelu"}, {}, "hidden_act 'gelu'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, {}, "rope_type 'yarn'"),
         ({"num_hidden_layers": 4, "layer_types": None}, {}, "lacks the weight 'layers.3"),
-        ({"intermediate_size": 17}, {}, r"shape \(16, 16\), but its config.json asks for \(17, 16\)"),
+        ({"intermediate_size": 17}, {}, r"shape \(16, 16\), but its config.json requires \(17, 16\)"),
     ],
 )
 def test_a_folder_for_another_target_is_refused_with_both_numbers(

@@ -74,5 +74,5 @@ def test_an_index_says_which_file_holds_a_weight_and_cannot_lead_out_of_the_fold
         published.read()
     for wrong in ({"a": "../model.safetensors"}, {"a": "/etc/passwd"}, ["a"], None):
         index.write_text(json.dumps({"weight_map": wrong}))
-        with pytest.raises(InputError, match="is no index of safetensors files"):
+        with pytest.raises(InputError, match="is not an index of safetensors files"):
             open_published(tmp_path)

@@ -366,7 +366,7 @@ def test_without_llguidance_a_sentence_says_how_to_get_it(llm: SpecLLM, monkeypa
 
 def test_what_leaves_no_token_is_a_sentence(llm: SpecLLM) -> None:
     for words in (["yes", "y", "ye"], [[id_] for id_ in range(1, 2048)]):
-        with pytest.raises(InputError, match="bans and a grammar leave no token that may come, in the block"):
+        with pytest.raises(InputError, match="bans and the grammar allow no token, in the block"):
             llm.generate("abc", regex="yes", max_new_tokens=9, bad_words=words)
 
 

@@ -1,4 +1,4 @@
-"""Who proposes: a draft model, this text and earlier ones, the target's own layers, or an object of the caller's."""
+"""Drafters: a draft model, lookup in this text or earlier ones, the target's own layers, or a custom object."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
     "make_drafter",
 ]
 
-# Tokens that must stand earlier in the text before prompt lookup goes before a draft model.
+# Shortest repeated n-gram for which prompt lookup is used instead of the draft model.
 SURE_NGRAM = 3
 
 
@@ -52,14 +52,14 @@ def make_drafter(
     max_ngram: int = 3,
     min_ngram: int = 1,
 ) -> Drafter | None:
-    """The drafter that a user asked for.
+    """Makes the drafter that a user asked for.
 
     Args:
-        drafter: Its name, or an object of the protocol, which is taken as it is. "auto" is the draft model where one
-            was loaded, or the drafter that was published for the target, else prompt lookup.
-        placed: The target, and the draft model where one was loaded.
-        pair: What the two vocabularies have in common; None where they are the same.
-        published: What draft_dir holds where that is no draft model, see `drafters.folders`.
+        drafter: Its name, or a `Drafter`, which is returned unchanged. "auto" is the draft model or the drafter
+            published for the target if one was loaded, else prompt lookup.
+        placed: The target, and the draft model if one was loaded.
+        pair: Comparison of the two vocabularies; None if they are equal.
+        published: The drafter in draft_dir if that is not a draft model, see `drafters.folders`.
         exit_layer: Layers that draft, for "early_exit"; None for a quarter of them.
         max_ngram: Longest n-gram that "prompt_lookup" looks for, in tokens.
         min_ngram: Shortest n-gram that "prompt_lookup" looks for, in tokens.
@@ -68,8 +68,8 @@ def make_drafter(
         None for "none".
 
     Raises:
-        InputError: For an unknown name, an object that is no drafter, a draft model that was not loaded, or a setting
-            out of its range.
+        InputError: The name is unknown, the object is not a `Drafter`, no draft model was loaded, or a setting is out
+            of range.
     """
     check_drafter_choice(drafter)
     if not isinstance(drafter, str):

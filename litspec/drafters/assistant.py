@@ -1,4 +1,4 @@
-"""The single-position assistant (Gemma 4's): a small model with queries only, which reads the target's keys and values.
+"""The single-position assistant (Gemma 4): a small model without keys and values; it attends to the target's.
 
 With n tokens run by the target, f its state after the final norm, and t_n the last committed token, as in transformers'
 `Gemma4AssistantForCausalLM`:
@@ -6,9 +6,9 @@ With n tokens run by the target, f its state after the final norm, and t_n the l
     z = f_(n-1);  x = t_n;  k times:
         s = layers(W_pre [e_x; z])      d = argmax head(s)      z = W_post s;  x = d
 
-All k steps stand at position n. A layer attends to keys and values of the target's last layer of its own kind (full or
-sliding), of positions before n alone. Behind these lie rows of refused proposals, which must not be seen; that is why
-each proposal takes a view of the target's cache that ends at n, and keeps nothing of the last.
+All k steps are at position n. A layer attends to the keys and values of the target's last layer of the same kind (full
+or sliding attention), at positions before n. Later positions may hold rows of rejected proposals. So each proposal uses
+a new view of the target's cache that ends at n.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Layer(NamedTuple):
 
     Attributes:
         source: The target's layer whose keys and values it reads.
-        window: Keys in sight, None for all.
+        window: Length of the sliding window; None for full attention.
         frequencies: (head size / 2,) angles per position, float32.
-        scalar: What the layer's output is multiplied by, (1,).
+        scalar: Factor of the layer's output, (1,).
     """
 
     source: int
@@ -69,7 +69,7 @@ class Assistant(Drafter):
     Args:
         layers: Its layers.
         before, norm, after: The projection of embedding and state, the final norm, the projection back to a state.
-        head: From a normed row to logits `(1, V)` over the target's padded vocabulary.
+        head: Maps a normed row to logits `(1, V)` over the target's padded vocabulary.
         step_bytes: Bytes of weights read per token.
     """
 
@@ -95,7 +95,7 @@ class Assistant(Drafter):
 
 
 class AssistantSession(DraftSession):
-    """One text, see `drafters.DraftSession`. Of what was committed it keeps the last state alone."""
+    """One text, see `drafters.DraftSession`. It stores only the last committed state."""
 
     def __init__(self, drafter: Assistant, target: TargetSession, sampler: Sampler) -> None:
         self._drafter = drafter
@@ -106,9 +106,9 @@ class AssistantSession(DraftSession):
     @torch.inference_mode()
     def commit(self, tokens: Sequence[int], input_pos: int, hidden: Tensor | None = None) -> None:
         if hidden is None:
-            raise ValueError("a drafter with taps must be told the target's states")
+            raise ValueError("commit needs the target's states for a drafter with taps")
         if len(tokens):
-            # A copy: the tensor may be written over.
+            # A copy: the tensor may be overwritten.
             self._state = hidden[len(tokens) - 1 : len(tokens)].clone()
 
     @torch.inference_mode()
@@ -128,12 +128,12 @@ class AssistantSession(DraftSession):
         return proposals(stacked(drawn), [k])[0]
 
     def _borrow(self, layer: Layer, end: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The target's keys and values in a layer's sight, `(1, G, L, D)`, and cosines and sines `(1, 1, D)` of `end`.
+        """The keys and values that a layer attends to, `(1, G, L, D)`, and cosines and sines `(1, 1, D)` of `end`.
 
-        As transformers' mask has it, a window holds the key at `end - 1` and as many before it as the window is long.
+        As in transformers' mask, a window holds the key at `end - 1` and `window` keys before it.
         """
         start = 0 if layer.window is None else max(0, end - layer.window - 1)
-        # The target's layers may lie on several devices; the assistant's weights are on that of its embedding.
+        # The target's layers may be on several devices; the assistant's weights are on that of its embedding.
         cache, device = self._target.cache, layer.frequencies.device
         k, v = (buffers[layer.source][:, :, start:end].to(device) for buffers in (cache.k, cache.v))
         angles = (layer.frequencies * end).view(1, 1, -1)
@@ -143,7 +143,7 @@ class AssistantSession(DraftSession):
     def _step(
         self, token: Tensor, state: Tensor, borrowed: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """Logits `(1, V)` of what follows a token `(1,)`, and the state `(1, C)` for the next step."""
+        """Logits `(1, V)` after a token `(1,)`, and the state `(1, C)` for the next step."""
         drafter, model = self._drafter, self._target.model
         embedded = embedding_of(model)(token)
         if model.config.scale_embeddings:
@@ -162,19 +162,19 @@ class AssistantSession(DraftSession):
         return drafter.head(x), drafter.after(x)
 
 
-# --- from a folder ----------------------------------------------------------------------------------------------------
+# --- Loading ----------------------------------------------------------------------------------------------------------
 
 
 def load_assistant(folder: str | Path, target_model: GPT) -> Assistant:
     """Reads a published assistant, `Gemma4AssistantForCausalLM`.
 
     Args:
-        folder: With `config.json` and weights.
+        folder: A folder with `config.json` and weights.
         target_model: The target; the assistant is put on its device, in its precision.
 
     Raises:
-        InputError: For an assistant of another target, one of a kind that is not known, or a target whose keys and
-            values cannot be lent.
+        InputError: The assistant was made for another target or is of an unsupported kind, or the target's keys and
+            values cannot be shared.
     """
     folder = Path(folder)
     published = open_published(folder)
@@ -191,7 +191,7 @@ def load_assistant(folder: str | Path, target_model: GPT) -> Assistant:
         if tuple(weight.shape) != shape:
             raise InputError(
                 f"A weight in {str(folder)!r} does not fit its config.json: {name!r} has shape {tuple(weight.shape)}, "
-                f"the config makes it {shape}."
+                f"but the config requires {shape}."
             )
         size += weight.numel() * like.element_size()
         return weight
@@ -238,7 +238,7 @@ def load_assistant(folder: str | Path, target_model: GPT) -> Assistant:
         return F.pad(output(x), (0, missing), value=-torch.inf) if missing else output(x)
 
     if rest := sorted(weights.keys() - {"lm_head.weight"}):
-        raise InputError(f"The assistant in {str(folder)!r} has {rest[0]!r}, which is not known.")
+        raise InputError(f"The assistant in {str(folder)!r} has an unknown weight {rest[0]!r}.")
     return Assistant(layers, before, last, after, head, size)
 
 
@@ -249,7 +249,7 @@ def _sources(target_model: GPT) -> dict[str, int]:
 
 
 def _frequencies(text: Mapping[str, Any], kind: str, head_size: int, folder: Path) -> Tensor:
-    """Angles per position, `(head size / 2,)`; of the proportional type only the first part of a head is rotated."""
+    """Angles per position, `(head size / 2,)`. With type "proportional" only the first part of a head is rotated."""
     rope = nested(nested(text, "rope_parameters", folder), kind, folder)
     name = rope.get("rope_type")
     if name not in ("default", "proportional") or "rope_theta" not in rope:
@@ -265,39 +265,39 @@ def _frequencies(text: Mapping[str, Any], kind: str, head_size: int, folder: Pat
 
 
 def _check(config: Mapping[str, Any], text: Mapping[str, Any], target_model: GPT, folder: Path) -> None:
-    """Refuses what does not fit."""
+    """Raises an `InputError` if the assistant is not supported or does not fit the target."""
     target = target_model.config
     where = f"The assistant in {str(folder)!r}"
     if config.get("use_ordered_embeddings"):
         raise InputError(
-            f"{where} has a clustered head (use_ordered_embeddings), which litspec does not run; give one with a "
+            f"{where} has a clustered head (use_ordered_embeddings), which litspec does not support; give one with a "
             "plain head."
         )
     for name, plain in (("enable_moe_block", False), ("hidden_size_per_layer_input", 0), ("attention_bias", False)):
         if text.get(name):
-            raise InputError(f"{where} sets {name} to {text[name]!r}; litspec runs only those with {plain!r}.")
+            raise InputError(f"{where} sets {name} to {text[name]!r}; litspec supports only {plain!r}.")
     activation = text.get("hidden_activation", "gelu_pytorch_tanh")
     if activation != "gelu_pytorch_tanh":
-        raise InputError(f"{where} names hidden_activation {activation!r}; only 'gelu_pytorch_tanh' is known.")
+        raise InputError(f"{where} has hidden_activation {activation!r}; litspec supports only 'gelu_pytorch_tanh'.")
     kinds, count = text.get("layer_types"), number(text, "num_hidden_layers", folder)
     if not isinstance(kinds, list) or len(kinds) != count or not set(kinds) <= {FULL, SLIDING}:
         raise InputError(
-            f"config.json in {str(folder)!r} must name the kind of each of {count} layers in layer_types, "
+            f"config.json in {str(folder)!r} must list the type of each of the {count} layers in layer_types, "
             f"{FULL!r} or {SLIDING!r}, got {kinds!r}."
         )
     if (shared := text.get("num_kv_shared_layers", count)) != count:
-        raise InputError(f"{where} must borrow keys and values in all of {count} layers, it does in {shared}.")
+        raise InputError(f"{where} must share keys and values in all {count} layers, but shares them in {shared}.")
     sizes: list[tuple[str, Any, Any]] = [("channels", number(config, "backbone_hidden_size", folder), target.n_embd)]
     sources = _sources(target_model)
     for kind in dict.fromkeys(kinds):
         if kind not in sources:
-            raise InputError(f"{where} reads a layer with {kind}, of which the target has none.")
+            raise InputError(f"{where} reads a layer with {kind}, but the target has none.")
         attention = target_model.transformer.h[sources[kind]].attn
         if not isinstance(attention, CausalSelfAttention):
-            raise InputError(f"{where} reads keys and values by head; the target's attention is latent and has none.")
+            raise InputError(f"{where} reads keys and values per head, but the target has latent attention.")
         if attention.n_query_groups != target.n_query_groups:
             raise InputError(
-                f"{where} reads the keys and values of {target.n_query_groups} groups, of which this process holds "
+                f"{where} reads the keys and values of {target.n_query_groups} groups, but this process holds only "
                 f"{attention.n_query_groups}; run the target without tensor parallelism."
             )
         head_size, groups = text.get("head_dim"), text.get("num_key_value_heads")
@@ -305,18 +305,23 @@ def _check(config: Mapping[str, Any], text: Mapping[str, Any], target_model: GPT
             head_size = text.get("global_head_dim") or head_size
             groups = text.get("num_global_key_value_heads") or groups
         sizes += [
-            (f"elements a head ({kind})", head_size, attention.head_size),
+            (f"elements per head ({kind})", head_size, attention.head_size),
             (f"key and value heads ({kind})", groups, attention.n_query_groups),
         ]
         if kind == SLIDING:
-            sizes.append(("positions a window", text.get("sliding_window"), attention.window))
+            sizes.append(("positions per window", text.get("sliding_window"), attention.window))
     for name, found, own in sizes:
         if found != own:
-            raise InputError(f"{where} was made for a target of {found} {name}, this one has {own}; give its own.")
+            raise InputError(
+                f"{where} was made for a target with {found} {name}, but this one has {own}; give an assistant for "
+                "this target."
+            )
     if (heads := number(text, "num_attention_heads", folder)) % target.n_query_groups:
-        raise InputError(f"{where} has {heads} heads, which {target.n_query_groups} key and value heads do not divide.")
+        raise InputError(
+            f"{where} has {heads} heads, which is not a multiple of the {target.n_query_groups} key and value heads."
+        )
     if not target.vocab_size <= (vocab_size := number(text, "vocab_size", folder)) <= target.padded_vocab_size:
         raise InputError(
-            f"{where} has a vocabulary of {vocab_size} ids, the target has {target.vocab_size} "
-            f"({target.padded_vocab_size} with padding); give the target's own."
+            f"{where} has a vocabulary of {vocab_size} ids, but the target has {target.vocab_size} "
+            f"({target.padded_vocab_size} with padding); give an assistant for this target."
         )

@@ -1,4 +1,4 @@
-"""What drafters that run a model token by token have in common."""
+"""Autoregressive drafting: shared code of the drafters that run a model token by token."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from litspec.engine.target import neighbours
 from litspec.model import GPT, KVCache
 from litspec.sampling import Choosing, Distribution, Inputs, Sampler, concatenate
 
-# Rows of each step where a text depends on the drafts' bits, as with the rejection sampler: the last tokens are run
-# again with the new one. Steps of one row would have other bits in a batch than alone; those of so many seldom have.
+# Rows per draft step if the text depends on the drafts' bits, as with the rejection sampler: the last tokens are run
+# again with the new one. Steps of one row have other bits in a batch than alone; steps of 4 rows rarely do.
 EXACT_ROWS = 4
-# No forward over several texts has more rows.
+# The most rows of a forward over several texts.
 MOST_ROWS = 256
 
 
 def step_bytes(model: GPT, n_layer: int | None = None) -> int:
-    """Bytes of weights that one row reads on its way through the first `n_layer` blocks (None: all) and the head.
+    """Bytes of weights that one row reads in the first `n_layer` blocks (None: all) and the head.
 
-    Of the whole model, also where this process holds a part of it or has laid it out otherwise: k is chosen by it.
+    Counts the whole model, even if this process holds a shard or another layout, since k depends on it.
     """
     with torch.device("meta"):
         whole = GPT(model.config)
@@ -33,20 +33,20 @@ def step_bytes(model: GPT, n_layer: int | None = None) -> int:
 
 
 def exact_rows(sampler: Sampler) -> int | None:
-    """Rows that each draft step of a text must have, so that the text is the same in every batch; None: any."""
+    """Rows that each draft step of a text needs, so that the text is the same in every batch; None for any."""
     return None if isinstance(sampler, Choosing) else EXACT_ROWS
 
 
 @dataclass
 class Asked:
-    """Drafts that a text wants.
+    """A request for drafts of one text.
 
     Attributes:
-        number: Its slot.
-        rows: The last committed tokens, to be run first.
+        number: Number of its slot.
+        rows: The last committed tokens, which are run first.
         input_pos: Position of the first of them.
-        sampler: The text's.
-        pieces: Numbers of drafts for which steps were built, see `ModelDrafts.prepare`.
+        sampler: The text's sampler.
+        pieces: Drafts per compiled step, see `ModelDrafts.prepare`.
     """
 
     number: int
@@ -57,13 +57,13 @@ class Asked:
 
 
 class ModelDrafts:
-    """Drafts by a model, each token drawn from the logits that followed the one before.
+    """Drafts with a model: each token is drawn from the logits after the previous one.
 
     Args:
         model: The model that drafts.
         n_layer: Number of its first layers to run; None for all.
-        allowed: Makes logits (N, V) those of the ids that may be proposed, (N, v).
-        name: Of all that `allowed` depends on.
+        allowed: Maps logits (N, V) to those of the ids that may be proposed, (N, v).
+        name: Cache key of `allowed`.
     """
 
     def __init__(
@@ -85,15 +85,15 @@ class ModelDrafts:
         """Drafts for some texts; nothing is read to the host.
 
         Args:
-            asked: The texts, in the order of their slots.
-            k: How many tokens each wants, at least 1.
+            asked: The texts, ordered by slot number.
+            k: Tokens to draft for each text, at least 1.
             runner: Runs the steps.
-            cache: The model's, for all slots.
+            cache: The model's cache for all slots.
         """
         found: dict[int, Proposal] = {}
         together: dict[Hashable, list[int]] = {}
         for i, each in enumerate(asked):
-            # A text that has fewer tokens than its steps should have rows is drafted by itself.
+            # A text with fewer tokens than its steps need rows is drafted alone.
             exact = exact_rows(each.sampler)
             alone = i if exact is not None and len(each.rows) < exact else None
             together.setdefault((each.sampler.kind, len(each.rows), tuple(each.pieces), alone), []).append(i)
@@ -117,11 +117,11 @@ class ModelDrafts:
     def prepare(
         self, sampler: Sampler, n_rows: int, runner: Runner, cache: KVCache, sizes: Sequence[int], max_length: int
     ) -> tuple[tuple[int, ...], bool]:
-        """Builds what proposals in a text of `max_length` will need.
+        """Builds the compiled steps that proposals for a text of `max_length` tokens need.
 
         Returns:
-            The pieces that proposals will be drafted in, and whether anything was built. That wrote to the last places
-            of the cache, where a prompt may have stood.
+            Drafts per step (`pieces`), and whether a graph was built. Building writes to the end of the cache, which
+            may have held a prompt.
         """
         before = len(runner)
         pieces = runner.pieces(sizes, self._layers)
@@ -136,7 +136,7 @@ class ModelDrafts:
         return pieces, len(runner) > before
 
     def _most_texts(self, rows: int, cache: KVCache) -> int:
-        """Texts whose drafts keep their bits in one forward of so many rows each."""
+        """The most texts, with `rows` rows each, whose drafts keep their bits in one forward."""
         if self._most_rows is None:
             count = len(cache.k[0]) * rows
             self._most_rows = class_limit(self._model, (rows,), min(count, MOST_ROWS))
@@ -145,12 +145,12 @@ class ModelDrafts:
     def _together(
         self, asked: Sequence[Asked], k: int, runner: Runner, cache: KVCache, members: range
     ) -> tuple[torch.Tensor, Distribution | None]:
-        """Drafts k tokens for neighbouring slots: (count, k), and what they were drawn from."""
+        """Drafts k tokens for neighbouring slots: (count, k), and their distributions."""
         buffers = cache.sequences(members.start, members.stop)
         device, sampler, r = cache.slots.device, asked[0].sampler, len(asked[0].rows)
         count = len(members)
         sizes = runner.split(k, asked[0].pieces)
-        # An idle slot runs along in the last places of its buffer, where no text ever stands.
+        # Idle slots run too. They write to the end of their buffer, which no text uses.
         first = [[0] * r for _ in members]
         places = [cache.size - r - sum(sizes)] * count
         for each in asked:
@@ -167,7 +167,7 @@ class ModelDrafts:
             at = [place + done for place in places]
             kv_length = buffers.bucket(longest + done + r + n - 1)
             found.append(self._run(sampler, rows, at, inputs, n, runner, buffers, kv_length))
-            rows = torch.cat((rows, found[-1][0]), 1)[:, -r:].contiguous()  # a graph knows its inputs' strides
+            rows = torch.cat((rows, found[-1][0]), 1)[:, -r:].contiguous()  # graphs need fixed strides
             done += n
         if len(found) == 1:
             return found[0]
@@ -188,7 +188,7 @@ class ModelDrafts:
         cache: KVCache,
         kv_length: int,
     ) -> tuple[torch.Tensor, Distribution | None]:
-        """n drafts of each text after `rows` (count, r), the first of which stand at `places`."""
+        """n drafts of each text after `rows` (count, r), which begin at positions `places`."""
         model, n_layer, allowed = self._model, self._n_layer, self._allowed
         r, again = rows.size(1), exact_rows(sampler) is not None
 
@@ -209,9 +209,9 @@ class ModelDrafts:
             ]
             return torch.stack([token for token, _ in drawn], 1), concatenate(q) if q else None
 
-        # Where each step's first row stands: one further each time, and after the first rows at once for single ones.
+        # Position of each step's first row. It advances by one per step; steps of one row skip the first r - 1 rows.
         step = 0 if again else r - 1
-        if len(places) == 1:  # numbers that are on the device already
+        if len(places) == 1:  # a view, which avoids a copy to the device
             after = cache.slots[places[0] + step + 1 : places[0] + step + n + 1]
             input_pos = torch.cat((cache.slots[places[0] : places[0] + 1], after)).unsqueeze(0)
         else:

@@ -1,4 +1,4 @@
-"""The protocol of a drafter: who proposes the tokens that the target then checks.
+"""The drafter protocol. A drafter proposes tokens, which the target verifies.
 
 There is one drafter per loaded target and one session per text. A bad proposal costs speed; the text stays the same.
 A drafter must report the distribution that it drew from, or the text no longer has the target's distribution.
@@ -36,11 +36,11 @@ class Proposal(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What a proposal costs, from which k is chosen.
+    """The cost of a proposal, used to choose k.
 
     Attributes:
         weight_bytes: Bytes of weights that are read.
-        layers: Layers that are run, one after the other.
+        layers: Layers that are run in sequence.
     """
 
     weight_bytes: int
@@ -52,7 +52,7 @@ class DraftSession(ABC):
 
     @abstractmethod
     def propose(self, token: int, input_pos: int, k: int) -> Proposal:
-        """Proposes at most k tokens to follow `token`, the last one committed, which stands at `input_pos`.
+        """Proposes at most k tokens to follow `token`, the last committed token, at position `input_pos`.
 
         Proposed tokens are not part of the text until `commit` gives them. May be called again for the same position.
         """
@@ -61,25 +61,25 @@ class DraftSession(ABC):
         """Receives committed tokens: the prompt first, then the tokens of each round.
 
         Args:
-            tokens: Token ids; `tokens[j]` stands at position `input_pos + j`.
-            input_pos: Position of the first of them, the number of tokens committed so far.
+            tokens: Token ids; `tokens[j]` is at position `input_pos + j`.
+            input_pos: Position of the first token; equals the number of tokens committed so far.
             hidden: (len(tokens), len(taps) * n_embd), only for a drafter with `taps`: row j is the target's state that
-                predicted `tokens[j]`, the one at the position before it (zeros for position 0).
+                predicted `tokens[j]`, one position before it (zeros for position 0).
         """
 
     def resume(self, prompt: Sequence[int], most: int) -> int:
-        """Takes over what an earlier text of the engine left of the same beginning, before anything is committed.
+        """Reuses the drafter's state of an earlier text with the same prefix. Called before anything is committed.
 
-        Only asked of a drafter with `taps`: tokens that it must be told with their states have to be read by the target
-        again. Every other drafter is told the whole prompt.
+        Called only for a drafter with `taps`. It needs states, and the target must read a token again to give its
+        state. Every other drafter receives the whole prompt.
 
         Args:
             prompt: The whole prompt.
-            most: Tokens at its beginning that the target need not read again, whole chunks that it reads a prompt in.
+            most: Tokens of its prefix that the target need not read again; whole chunks of the prefill.
 
         Returns:
-            So many tokens, whole chunks and at most `most`, count as committed; what follows will be. By default 0: the
-            prompt is read from its beginning.
+            How many tokens count as committed: whole chunks, at most `most`. The rest of the prompt is committed later.
+            By default 0: the target reads the whole prompt.
         """
         return 0
 
@@ -87,7 +87,7 @@ class DraftSession(ABC):
         """Compiles the steps that proposals will need. Called before the prompt is read, if steps are compiled.
 
         Args:
-            sizes: Numbers of proposals. Every later k is a sum of them, or slightly less than one.
+            sizes: Proposal lengths. Every later k is a sum of them, or slightly less than one.
         """
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class Drafter(ABC):
 
     Attributes:
         taps: Blocks of the target (0-based) whose residual stream is passed to `commit`; -1 is the state
-            after the final norm. Empty for most.
+            after the final norm. Empty for most drafters.
         max_k: Most tokens it can propose in one round.
         name: Shown to users.
         notes: Sentences shown to users when it is loaded.
@@ -119,24 +119,24 @@ class Drafter(ABC):
 
         Args:
             target: The text's target session, with its model, configuration, K/V cache, device and stop ids.
-            max_length: Prompt and completion together.
-            sampler: How the text is sampled; its `draw` gives a token and the distribution to report. Penalties and
-                bans see the tokens that were drawn before in the same proposal where `Inputs.row` is given them.
+            max_length: Most tokens of prompt and completion together.
+            sampler: The text's sampler; its `draw` gives a token and the distribution to report. To apply penalties and
+                bans, pass the tokens drawn before in the same proposal to `Inputs.row`.
         """
 
     def reserve(self, target: TargetSession) -> None:
-        """Makes room for the texts of an engine before the first of them.
+        """Allocates memory for the texts of an engine, before the first text.
 
         Args:
-            target: One of its sessions.
+            target: Any target session of the engine.
         """
 
     def propose_batch(
         self, sessions: Sequence[DraftSession], tokens: Sequence[int], input_pos: Sequence[int], k: Sequence[int]
     ) -> Sequence[Proposal]:
-        """The proposals for several texts, for which the arguments are those of `DraftSession.propose`.
+        """The proposals for several texts. The arguments are those of `DraftSession.propose`, one entry per text.
 
-        By default each session proposes by itself. A drafter that can run its model for all of them at once overrides
+        By default each session proposes separately. A drafter that can run its model for all texts at once overrides
         this. It must propose the same as `propose` for each text.
         """
         return [session.propose(*asked) for session, *asked in zip(sessions, tokens, input_pos, k, strict=True)]

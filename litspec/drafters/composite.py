@@ -1,4 +1,4 @@
-"""Two drafters as one: prompt lookup where the last tokens stand earlier in the text, else a model."""
+"""Two drafters combined: prompt lookup if the last tokens occur earlier in the text, else a draft model."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class LookupThenModel(Drafter):
-    """Proposes what prompt lookup finds for a run of several tokens, and asks another drafter where it finds nothing.
+    """Uses the proposal of prompt lookup, or that of another drafter if prompt lookup finds nothing.
 
     Args:
-        lookup: Its shortest run should be long enough that what followed it is likely to follow again.
+        lookup: Its shortest n-gram should be long enough that the same continuation is likely.
         model: The other drafter.
     """
 

@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
     from litspec.engine.target import TargetSession
 
-# The target's, which the drafter borrows: raw, without the factor that Gemma multiplies it with.
+# The target's embedding, which the drafter shares. It is used without Gemma's embedding scale.
 EMBEDDING = "transformer.wte.weight"
 
 
 def check_fit(config: DFlashConfig, target: Config, what: str = "The DFlash drafter") -> None:
-    """Refuses a target that the drafter was not made for.
+    """Checks that the drafter was made for a target.
 
     Args:
-        config: The drafter's.
-        target: The target's.
-        what: Names the drafter in the sentence.
+        config: The drafter's config.
+        target: The target's config.
+        what: The drafter's name in error messages.
 
     Raises:
-        InputError: Names what differs, with both numbers.
+        InputError: The drafter was made for another target.
     """
     if config.n_embd != target.n_embd:
         raise InputError(
@@ -63,11 +63,11 @@ def check_fit(config: DFlashConfig, target: Config, what: str = "The DFlash draf
 class DFlash(TappedDrafter):
     """Drafts a whole block in one forward, see `drafters.Drafter`.
 
-    Each position has a softmax of its own, so a proposal is a draw from known distributions. Version 2 draws from left
-    to right, among the likeliest ids of each position, scored by the token before.
+    Each position has its own softmax, so a proposal is drawn from known distributions. Version 2 draws from left to
+    right among the most likely ids of each position. Their scores also depend on the previous token.
 
     Args:
-        network: Its weights, which are frozen. Targets of another dtype or device get a copy.
+        network: The network; its weights are frozen. Targets of another dtype or device get a copy.
     """
 
     def __init__(self, network: DFlashNetwork) -> None:
@@ -125,11 +125,11 @@ class DFlash(TappedDrafter):
         slots = kv_bucket(max_length + 2 * config.block_size)
         return (slots * keys + states) * self.network.fc.weight.element_size()
 
-    @torch.inference_mode(False)  # what is born in inference mode can only be written to there
+    @torch.inference_mode(False)  # tensors made in inference mode can only be written to in inference mode
     @torch.no_grad()
     def make_cache(self, target: TargetSession, length: int, count: int) -> KVCache:
         config, network = self.config, self.network_of(target)
-        # After a text stands its block, and idle slots run along after that.
+        # The block is written after the text, and idle slots write after that.
         slots = kv_bucket(length + 2 * config.block_size)
         shape = count, config.n_query_groups, slots, config.head_size
         like = network.fc.weight
@@ -168,7 +168,7 @@ class DFlash(TappedDrafter):
     def draft(
         self, sessions: Sequence[DFlashSession], tokens: Sequence[int], k: Sequence[int], members: range
     ) -> list[Proposal]:
-        """Runs whole blocks, whatever k, since their rows see each other; then cuts them."""
+        """Runs whole blocks for every k, since rows may attend to later rows; then keeps the first k proposals."""
         most = max(k)
         first, rows = self._blocks(sessions, tokens, members)
         rows = rows[:, :most]
@@ -178,7 +178,7 @@ class DFlash(TappedDrafter):
         if self.config.selector_top_k:
             network = self.network_of(sessions[0].target)
             return proposals(self._select(sampler, network, rows, logits, first, inputs), k)
-        if inputs.context is None:  # no row waits for the token of another
+        if inputs.context is None:  # no row depends on another row's token
             early = None if inputs.early is None else inputs.early.flatten()
             token, q = sampler.draw(logits.flatten(0, 1), Inputs(inputs.noise.flatten(0, 1), early))
             shape = len(sessions), most
@@ -192,21 +192,21 @@ class DFlash(TappedDrafter):
         return proposals(stacked(drawn), k)
 
     def block_logits(self, session: DFlashSession, token: int) -> Tensor:
-        """What a block's proposals are drawn from before version 2 selects: (max_k, V) over the target's ids."""
+        """Logits of a block's proposals, before the selector of version 2: (max_k, V) over the target's ids."""
         _, rows = self._blocks([session], [token], range(session.number, session.number + 1))
         return self._logits(session.target, rows)[0]
 
     def _blocks(
         self, sessions: Sequence[DFlashSession], tokens: Sequence[int], members: range
     ) -> tuple[Tensor, Tensor]:
-        """The last committed tokens `(N,)`, and the rows of their blocks that propose, `(N, max_k, C)`."""
+        """The last committed tokens `(N,)`, and the proposing rows of their blocks, `(N, max_k, C)`."""
         config, target = self.config, sessions[0].target
         network = self.network_of(target)
         cache = sessions[0].pool.cache.sequences(members.start, members.stop)
         width = config.block_size
         places = places_of(cache, members, {each.number: each.filled for each in sessions}, width)
         step = Step.at(cache, places.first, width, cache.bucket(places.longest + width), (), exact=False)
-        # Where every layer has a window, what lies before the widest is out of sight.
+        # If every layer has a window, positions before the widest window are masked.
         begin = max(0, min(each.filled for each in sessions) - self._widest) if self._widest else 0
         at = [each.number - members.start for each in sessions]
         ids = torch.full((len(members), width), config.mask_token_id, device=target.device)
@@ -242,10 +242,10 @@ class DFlash(TappedDrafter):
     def _select(
         self, sampler: Sampler, network: DFlashNetwork, rows: Tensor, logits: Tensor, before: Tensor, inputs: Inputs
     ) -> Drawn:
-        """Draws from left to right among the likeliest ids of each position."""
+        """Draws from left to right among the most likely ids of each position."""
         selector = network.candidate_selector
         assert selector is not None
-        # Ids that must not come yet would take the places of others.
+        # Adjust first, or banned ids would take the places of allowed ones.
         candidates = sampler.adjust(logits, inputs).topk(min(selector.top_k, logits.size(-1))).indices
         scores = logits.float().gather(-1, candidates)
         rows = selector.hidden_projection(rows)
@@ -262,13 +262,13 @@ class DFlash(TappedDrafter):
 
 
 class DFlashSession(TappedSession):
-    """One text, see `TappedSession`. Keys and values of a block stand after the context while it runs."""
+    """One text, see `TappedSession`. A block writes its keys and values after the context."""
 
     drafter: DFlash
 
     @torch.inference_mode()
     def logits(self, token: int, input_pos: int) -> Tensor:
-        """What proposals are drawn from, see `DFlash.block_logits`."""
+        """Logits of the proposals, see `DFlash.block_logits`."""
         self.check(input_pos)
         if len(self.pending):
             self.absorb(len(self.pending))

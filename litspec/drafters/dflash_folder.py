@@ -1,4 +1,4 @@
-"""Reads a published DFlash folder, in z-lab's format or in speculators'."""
+"""Loads a published DFlash folder, in z-lab's format or in speculators' format."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from litspec.model.dflash import DFlashConfig, DFlashNetwork
 if TYPE_CHECKING:
     from litspec.model import GPT
 
-# Copies of the target's own weights, which the target lends; and the map from target to draft ids, d2t the other way.
+# Weights that are not read: copies of the target's, which are shared instead, and the inverse of d2t.
 BORROWED = ("embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight", "t2d")
 CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 
 
 def load_dflash(folder: Path, target: GPT) -> DFlash:
-    """Makes the drafter of a folder, its weights cast to the target's dtype and put beside its embedding.
+    """Loads the drafter of a folder, in the dtype and on the device of the target's embedding.
 
     Args:
-        folder: With `config.json` and weights.
-        target: The model that it is to draft for.
+        folder: A folder with `config.json` and weights.
+        target: The target's model.
 
     Raises:
         InputError: The folder cannot be used, or was made for another target.
@@ -60,19 +60,19 @@ def load_dflash(folder: Path, target: GPT) -> DFlash:
 def read_config(
     raw: Mapping[str, Any], what: str, n_layer: int | None = None, *, full_vocabulary: bool = True
 ) -> DFlashConfig:
-    """The configuration of either format.
+    """Reads the configuration of either format.
 
-    speculators nests the layers' fields in `transformer_layer_config` and counts the target's states from the
-    embedding's output on, z-lab from the first block's.
+    speculators nests the layers' fields in `transformer_layer_config`. It numbers the target's states from the
+    embedding's output, z-lab from the first block's output.
 
     Args:
-        raw: `config.json`.
-        what: Names the drafter in errors.
-        n_layer: The target's blocks; None where they are not known.
-        full_vocabulary: Whether its logits are over the target's ids.
+        raw: Content of `config.json`.
+        what: The drafter's name in error messages.
+        n_layer: Number of the target's blocks; None if unknown.
+        full_vocabulary: Whether its logits cover all of the target's ids.
 
     Raises:
-        InputError: A field is missing, or has a value that is not supported.
+        InputError: A field is missing, or has an unsupported value.
     """
     nested = raw.get("transformer_layer_config")
     layers: Mapping[str, Any] = nested if nested is not None else raw
@@ -80,7 +80,7 @@ def read_config(
 
     need = partial(_need, what)
     if (act := layers.get("hidden_act", "silu")) != "silu":
-        raise InputError(f"{what} has hidden_act {act!r}; litspec runs DFlash drafters with 'silu'.")
+        raise InputError(f"{what} has hidden_act {act!r}; litspec supports only 'silu' in DFlash drafters.")
     made_for = own.get("num_target_layers")
     if made_for is not None and n_layer is not None and made_for != n_layer:
         raise InputError(
@@ -122,24 +122,24 @@ def read_config(
 
 def _need(what: str, fields: Mapping[str, Any], name: str) -> Any:
     if fields.get(name) is None:
-        raise InputError(f"{what} has no {name} in its {CONFIG}; it cannot be used without.")
+        raise InputError(f"{what} has no {name} in its {CONFIG}, which is required.")
     return fields[name]
 
 
 def _taps(
     raw: Mapping[str, Any], own: Mapping[str, Any], what: str, n_layer: int | None, count: int
 ) -> tuple[int, ...]:
-    """Blocks of the target, 0-based; both formats take the last state after the final norm, as transformers does."""
+    """Blocks of the target, 0-based. Both formats use the last state after the final norm, as transformers does."""
     if "aux_hidden_state_layer_ids" in raw:
         ids = [i - 1 for i in _need(what, raw, "aux_hidden_state_layer_ids")]
         if -1 in ids:
             raise InputError(
-                f"{what} reads the target's embedding (layer id 0); litspec hands out what its blocks put out."
+                f"{what} reads the target's embedding (layer id 0); litspec supports only the outputs of blocks."
             )
     elif own.get("target_layer_ids") is not None:
         ids = list(own["target_layer_ids"])
     else:
-        # The rule of the reference, for folders that do not say.
+        # The default of the reference implementation.
         total = _need(what, own, "num_target_layers")
         spread = total - 4
         ids = [total // 2] if count == 1 else [round(1 + i * spread / (count - 1)) for i in range(count)]
@@ -149,13 +149,13 @@ def _taps(
 def _attention(
     raw: Mapping[str, Any], layers: Mapping[str, Any], own: Mapping[str, Any], count: int
 ) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
-    """For each layer its window, and whether rows of a block see what stands after them."""
+    """For each layer, its window and whether its attention is causal within a block."""
     sliding = [kind == "sliding_attention" for kind in layers.get("layer_types") or ["full_attention"] * count]
-    # Qwen3's configuration knows no window unless it is switched on, whatever else it says.
+    # Qwen3's configuration ignores `sliding_window` unless `use_sliding_window` is true.
     has_window = layers.get("use_sliding_window", layers.get("model_type") != "qwen3")
     window = layers.get("sliding_window") if has_window else None
     if "transformer_layer_config" in raw:
-        # Its second version looks both ways by default.
+        # dflash2 is bidirectional by default.
         both_ways = raw.get("sliding_window_non_causal", raw.get("speculators_model_type") == "dflash2")
         causal = [is_sliding and not both_ways for is_sliding in sliding]
     else:
@@ -167,7 +167,7 @@ def _attention(
 def _rope(layers: Mapping[str, Any], what: str) -> tuple[float, dict[str, Any] | None]:
     """Base and adjustments of the rotary embedding, from the fields of old and new transformers."""
     fields = {**(layers.get("rope_scaling") or {}), **(layers.get("rope_parameters") or {})}
-    # Some families have one for each type of layer; the reference takes the sliding ones'.
+    # Some families have fields per layer type; the reference uses those of sliding layers.
     fields = fields.get("sliding_attention", fields)
     base = float(fields.get("rope_theta") or layers.get("rope_theta") or 10000)
     kind = fields.get("rope_type") or fields.get("type") or "default"
@@ -182,11 +182,11 @@ def _rope(layers: Mapping[str, Any], what: str) -> tuple[float, dict[str, Any] |
             "high_freq_factor": fields["high_freq_factor"],
             "original_max_seq_len": fields["original_max_position_embeddings"],
         }
-    raise InputError(f"{what} has rope_type {kind!r}; litspec runs DFlash drafters with default, linear and llama3.")
+    raise InputError(f"{what} has rope_type {kind!r}; litspec supports default, linear and llama3 in DFlash drafters.")
 
 
 def _own_name(name: str) -> str:
-    """Codebooks are written with and without `.weight`."""
+    """Removes `.weight` from the names of codebooks, which are published with and without it."""
     return name.removesuffix(".weight") if name.removesuffix(".weight") in CODEBOOKS else name
 
 
@@ -194,14 +194,14 @@ def _check_names(network: DFlashNetwork, weights: Mapping[str, Tensor], what: st
     wanted = network.state_dict()
     for name, tensor in wanted.items():
         if name not in weights:
-            raise InputError(f"{what} lacks the weight {name!r}, which its {CONFIG} asks for.")
+            raise InputError(f"{what} lacks the weight {name!r}, which its {CONFIG} requires.")
         if weights[name].shape != tensor.shape:
             raise InputError(
-                f"{what} has {name!r} of shape {tuple(weights[name].shape)}, but its {CONFIG} asks for "
+                f"{what} has {name!r} of shape {tuple(weights[name].shape)}, but its {CONFIG} requires "
                 f"{tuple(tensor.shape)}."
             )
     if unknown := [name for name in weights if name not in wanted]:
-        raise InputError(f"{what} holds {unknown[0]!r}, which no DFlash drafter has that litspec knows.")
+        raise InputError(f"{what} has a weight {unknown[0]!r} that litspec does not know.")
 
 
 def _check_map(d2t: Tensor, config: DFlashConfig, what: str) -> None:
@@ -212,4 +212,4 @@ def _check_map(d2t: Tensor, config: DFlashConfig, what: str) -> None:
             f"below {config.vocab_size}."
         )
     if ids.unique().numel() != ids.numel():
-        raise InputError(f"{what} maps several ids of its vocabulary (d2t) to one of the target's.")
+        raise InputError(f"{what} maps several ids of its vocabulary (d2t) to the same id of the target.")

@@ -1,4 +1,4 @@
-"""A smaller model drafts (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318)."""
+"""Drafting with a smaller model (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from litspec.engine.target import TargetSession
 
-# Rows that a prompt is read in; a text's drafts then do not depend on whether its prompt had been read before.
+# Tokens of a prompt that are read in one forward. Fixed chunks give a prompt the same bits when a prefix is reused.
 PREFILL_CHUNK = 512
 
 
@@ -29,8 +29,8 @@ class Pool:
     """The draft model's keys and values for all slots of an engine.
 
     Attributes:
-        cache: Keys and values, (B, G, S, D) a layer.
-        prompts: By slot, the tokens at its beginning that were read as a prompt.
+        cache: Keys and values, (B, G, S, D) per layer.
+        prompts: By slot, the prompt tokens at its beginning.
     """
 
     cache: KVCache
@@ -41,7 +41,7 @@ class Pool:
         return self.cache.sequences(number, number + 1)
 
     def shared(self, number: int, prompt: list[int]) -> int:
-        """Tokens of a prompt that a slot holds already, cut into chunks in the same way."""
+        """Tokens at the beginning of a prompt that a slot holds already: the whole prompt, or whole chunks."""
         known = self.prompts[number]
         if known == prompt:
             return len(prompt)
@@ -52,13 +52,13 @@ class Pool:
 
 
 class DraftModel(Drafter):
-    """Drafts with a GPT of its own, see `drafters.Drafter`.
+    """Drafts with a second, smaller model, see `drafters.Drafter`.
 
     Args:
-        model: The draft model, in any precision, on any one device.
-        target_config: The target's.
+        model: The draft model, in any precision, on a single device.
+        target_config: The target's config.
         max_k: Most proposals per round.
-        vocab_size: Ids below it may be proposed; None: those that both models have.
+        vocab_size: Only ids below it are proposed; None for all ids that both models have.
         excluded: Ids that must never be proposed.
     """
 
@@ -83,10 +83,10 @@ class DraftModel(Drafter):
         self.notes = []
         if model.config.block_size < target_config.block_size:
             self.notes.append(
-                f"The draft model sees {model.config.block_size} tokens, the target {target_config.block_size}; beyond "
-                f"the first {model.config.block_size} tokens of a text nothing is drafted."
+                f"The draft model has a context of {model.config.block_size} tokens, the target "
+                f"{target_config.block_size}; after {model.config.block_size} tokens of a text, nothing is drafted."
             )
-        # A step may draft more than what was asked for, and idle slots run along after all that counts.
+        # Twice: a step may draft more than k tokens, and idle slots write to the end of the buffer.
         self._width = 2 * (max_k + 1)
         name = self.vocab_size, self.excluded
         self.drafts = ModelDrafts(model, allowed=self.allowed, name=name)
@@ -129,7 +129,7 @@ class DraftModel(Drafter):
         return found
 
     def pool(self, target: TargetSession) -> Pool:
-        """Keys and values for all slots of the engine that a text runs in; made for the first of its texts."""
+        """Keys and values for all slots of the target's engine; allocated at the first call."""
         if self not in target.shared:
             count = target.whole.shape[0]
             length = min(target.max_length, self.model.config.block_size)
@@ -150,12 +150,12 @@ class DraftModel(Drafter):
 class DraftModelSession(DraftSession):
     """One text, see `drafters.DraftSession`.
 
-    Refused drafts are undone by doing nothing: what stands in the cache after the committed tokens is masked until it
-    is overwritten. Nothing runs before a proposal is asked for; what plain rounds added until then is read at once.
+    Rejected drafts need no cleanup: cache entries after the committed tokens are masked until they are overwritten. The
+    model runs only when a proposal is requested. Tokens of earlier plain rounds are then read in one forward.
 
     Attributes:
         target: The text's target session.
-        limit: Positions that the draft model can hold of the text.
+        limit: Most positions of the text, limited by the draft model's context.
     """
 
     def __init__(self, drafter: DraftModel, target: TargetSession, max_length: int, sampler: Sampler) -> None:
@@ -167,9 +167,9 @@ class DraftModelSession(DraftSession):
         self.limit = min(max_length, drafter.model.config.block_size)
         self._tokens: list[int] = []  # the committed ones
         self._prompt_size = 0
-        self._read = False  # whether the prompt stands in the cache
-        self._filled = 0  # so many keys and values stand in the cache
-        self._drafted = 0  # positions after `_filled` that hold the last proposal's, should it be accepted
+        self._read = False  # whether the prompt is in the cache
+        self._filled = 0  # positions in the cache that are final
+        self._drafted = 0  # positions after `_filled` with the last proposal, valid if it is accepted
         self._pieces: tuple[int, ...] = (4, 2, 1)
 
     @property
@@ -178,13 +178,13 @@ class DraftModelSession(DraftSession):
         return self._drafter.pool(self.target)
 
     def commit(self, tokens: Sequence[int], input_pos: int, hidden: torch.Tensor | None = None) -> None:
-        """Notes tokens. The first call after a proposal tells its outcome: accepted ones, then one of the target's."""
+        """Adds tokens. The first call after a proposal gives the accepted ones, then one of the target's own."""
         if not self._tokens:
             self._prompt_size = len(tokens)
-        # Ids that only the target has stand for nothing in the draft's embedding; any other will do.
+        # The draft's embedding has no row for ids that only the target has; 0 replaces them.
         size = self._drafter.model.config.padded_vocab_size
         self._tokens += [token if token < size else 0 for token in tokens]
-        # Of the last proposal those stay that were told again, without the target's own token after them.
+        # Accepted proposals stay in the cache. The target's own token has not been run yet.
         self._filled += min(len(tokens) - 1, self._drafted)
         self._drafted = 0
 
@@ -194,11 +194,11 @@ class DraftModelSession(DraftSession):
 
     @torch.inference_mode()
     def ask(self, input_pos: int) -> Asked:
-        """What is to be run for drafts after the token at `input_pos`; reads what has been missed before it."""
+        """The request for drafts after the token at `input_pos`. Reads committed tokens that the cache lacks."""
         pool, number = self.pool, self.target.number
         self._fill_prompt(pool)
-        # The first step takes the last two tokens at least: after a full acceptance the last proposal has not been run
-        # yet, and a step of two rows costs what one of one row costs. What was missed before that is read first.
+        # The first step runs at least the last two tokens: after full acceptance the last proposal has not been run
+        # yet, and a step of two rows costs the same as one row. Earlier missing tokens are read first.
         begin = max(0, input_pos + 1 - self._first_rows)
         missing = min(self._filled, input_pos - 1)
         if missing < input_pos - 1:
@@ -207,7 +207,7 @@ class DraftModelSession(DraftSession):
         return Asked(number, self._tokens[begin : input_pos + 1], begin, self._sampler, self._pieces)
 
     def drafted(self, input_pos: int, k: int) -> None:
-        """Notes that k tokens were drafted after the token at `input_pos`."""
+        """Records that k tokens were drafted after the token at `input_pos`."""
         self._filled, self._drafted = input_pos + 1, k - 1
 
     def prepare(self, sizes: Sequence[int]) -> None:
@@ -223,7 +223,7 @@ class DraftModelSession(DraftSession):
         return exact_rows(self._sampler) or 2
 
     def _fill_prompt(self, pool: Pool) -> None:
-        """Reads the prompt but for its last token, by itself, so that its bits do not depend on what followed it."""
+        """Reads the prompt except its last token, in its own forward, so that its bits do not depend on later text."""
         if self._read:
             return
         self._read = True

@@ -1,10 +1,10 @@
-"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): one layer that reads three of the target's states drafts a chain.
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): one decoder layer that reads states of three target blocks.
 
 With g_p the projected states at position p, e_q the target's embedding of the token at q, and t_n the last token:
 
     y_p     = layer(e_(p+1), g_p)             for p < n, from the target's own states
     d_1     = argmax head(norm(y_(n-1)))
-    y_n     = layer(e(d_1), y_(n-1)), ...     then on its own output, which is not normed unless `norm_output` says so
+    y_n     = layer(e(d_1), y_(n-1)), ...     then from its own output, which is normed only with `norm_output`
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Function = Callable[[Tensor], Tensor]
 
 
 class EagleBlock(Block):
-    """The layer: its attention reads embedding and state side by side."""
+    """The layer: its attention reads the concatenated embedding and state."""
 
     def __init__(self, config: Config, *, norm_before_residual: bool = False) -> None:
         super().__init__(config, 0)
@@ -69,14 +69,14 @@ class EagleBlock(Block):
 
     def bind(self) -> None:
         super().bind()
-        if hasattr(self, "norm_hidden"):  # not yet where a plain block has just been made
+        if hasattr(self, "norm_hidden"):  # missing while the base class is constructed
             assert self.norm_2 is not None, "EAGLE's layer is Llama's"
             self._embedding_norm, self._state_norm = bound(self.norm_1), bound(self.norm_hidden)
             self._attention = bound(self.attn)
             self._mlp_norm, self._feed_forward = bound(self.norm_2), bound(self.mlp)
 
     def forward(self, x: Tensor, step: Step, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """Rows of embedding and state `(N, 2 * C)` to `(N, C)`."""
+        """Maps rows of embedding and state, `(N, 2 * C)`, to `(N, C)`."""
         embedding, state = x.chunk(2, dim=-1)
         normed = self._state_norm(state)
         residual = normed if self.norm_before_residual else state
@@ -95,12 +95,12 @@ class Eagle(TappedDrafter):
     Args:
         layers: The one layer.
         taps: Blocks whose states it reads.
-        project: From those states, side by side, to one: `(N, len(taps) * C)` to `(N, c)`.
-        norm: The norm before the head.
-        head: From normed states to logits of its own vocabulary; None for the target's head.
-        target_ids: The target's id for each of those logits; None where they are the same ids.
+        project: Projects the concatenated states to one: `(N, len(taps) * C)` to `(N, c)`.
+        norm: The norm before the output head.
+        head: Maps normed states to logits of its own vocabulary; None for the target's output head.
+        target_ids: The target's id for each of those logits; None if the ids are the same.
         embedding: `(V, c)`; None for the target's.
-        norm_output: Whether the normed state is what the next step reads.
+        norm_output: Whether the next step reads the normed state.
         step_bytes: Bytes of weights read per token.
     """
 
@@ -186,13 +186,13 @@ class Eagle(TappedDrafter):
         return sessions[0].pool.cache.sequences(members.start, members.stop)
 
     def _run(self, model: GPT, tokens: Tensor, states: Tensor, places: Places, cache: KVCache) -> Tensor:
-        """The layer's output for rows that are each a state and the token after it, `(N, c)`."""
+        """The layer's output `(N, c)` for rows of a state and the token after it."""
         embedded = embedding_of(model)(tokens) if self.embedding is None else F.embedding(tokens, self.embedding)
         y = self.layers.run(0, torch.cat((embedded, states), dim=-1), places, cache)
         return self.norm(y) if self.norm_output else y
 
     def _logits(self, model: GPT, state: Tensor) -> Tensor:
-        """Over the target's ids, (N, V)."""
+        """Logits over the target's ids, (N, V)."""
         normed = state if self.norm_output else self.norm(state)
         logits = head_logits(model, normed) if self.head is None else self.head(normed)
         vocab_size = model.config.padded_vocab_size
@@ -205,27 +205,27 @@ class Eagle(TappedDrafter):
 class EagleSession(TappedSession):
     """One text, see `TappedSession`.
 
-    Also the rows of accepted drafts are run again, on the target's states.
+    The rows of accepted drafts are run again, on the target's states.
 
     Attributes:
-        last: What the last row that has run for good gave, `(1, c)`.
+        last: Output of the last final row, `(1, c)`.
     """
 
     last: Tensor
 
 
-# --- from a folder ----------------------------------------------------------------------------------------------------
+# --- Loading ----------------------------------------------------------------------------------------------------------
 
 
 def load_eagle(folder: str | Path, target_model: GPT) -> Eagle:
-    """Reads a published EAGLE-3 head, of SafeAILab's format or of speculators'.
+    """Reads a published EAGLE-3 head, in SafeAILab's format or in speculators' format.
 
     Args:
-        folder: With `config.json`, and `model.safetensors` or `pytorch_model.bin`.
+        folder: A folder with `config.json`, and `model.safetensors` or `pytorch_model.bin`.
         target_model: The target; the head is put on its device, in its precision.
 
     Raises:
-        InputError: For a folder that is no EAGLE-3 head, is damaged, or fits another target.
+        InputError: The folder holds no EAGLE-3 head, is damaged, or was made for another target.
     """
     folder = Path(folder)
     published = open_published(folder)
@@ -235,7 +235,7 @@ def load_eagle(folder: str | Path, target_model: GPT) -> Eagle:
     layer = {name.removeprefix(prefix): weights.pop(name) for name in list(weights) if name.startswith(prefix)}
     if further := [name for name in weights if name.startswith("layers.")]:
         raise InputError(
-            f"The EAGLE-3 head in {str(folder)!r} has {min(further)!r}; only heads of one layer are known."
+            f"The EAGLE-3 head in {str(folder)!r} has {min(further)!r}; only heads with one layer are supported."
         )
     if "hidden_norm.weight" not in layer:
         raise InputError(f"{str(folder)!r} holds no EAGLE-3 head: its layer has no 'hidden_norm.weight'.")
@@ -274,25 +274,25 @@ def load_eagle(folder: str | Path, target_model: GPT) -> Eagle:
     )
     if size < target.block_size:
         drafter.notes = [
-            f"The EAGLE-3 head was made for {size} positions, the target has {target.block_size}; beyond the first "
-            f"{size} tokens of a text nothing is drafted."
+            f"The EAGLE-3 head has a context of {size} tokens, the target {target.block_size}; after {size} tokens of "
+            "a text, nothing is drafted."
         ]
     return drafter
 
 
 def _taps(config: Mapping[str, Any], n_layer: int, folder: Path) -> tuple[int, ...]:
-    """The blocks whose output a head reads, 0-based."""
+    """The blocks whose states the head reads, 0-based."""
     name = "eagle_aux_hidden_state_layer_ids"
     ids = nested(config, "eagle_config", folder).get(name) or config.get(name) or [2, n_layer // 2, n_layer - 3]
     if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
         raise InputError(f"config.json in {str(folder)!r} must give {name} as a list of whole numbers, got {ids!r}.")
-    # Two conventions are about. Where the first id is 1, ids are those of blocks. Else they count a model's states: 0
-    # is the embedding, i is what block i - 1 gave.
+    # There are two conventions. If the first id is 1, ids are block indices. Otherwise they index the hidden states: 0
+    # is the embedding, i the output of block i - 1.
     taps = tuple(ids) if ids[0] == 1 else tuple(i - 1 for i in ids)
     if wrong := [i for i in taps if not 0 <= i < n_layer]:
         raise InputError(
             f"The EAGLE-3 head in {str(folder)!r} reads the states after the target's blocks {list(taps)}, but the "
-            f"target has {n_layer} blocks, and so no block {wrong[0]}; give the target that the head was made for."
+            f"target has {n_layer} blocks and no block {wrong[0]}; give the target that the head was made for."
         )
     return taps
 
@@ -303,8 +303,8 @@ def _check_states(
     width = config.get("target_hidden_size") or hidden_size
     if width != target.n_embd:
         raise InputError(
-            f"The EAGLE-3 head in {str(folder)!r} reads states of {width} channels, the target's have {target.n_embd}; "
-            "give the target that the head was made for."
+            f"The EAGLE-3 head in {str(folder)!r} reads states of {width} channels, but the target's have "
+            f"{target.n_embd}; give the target that the head was made for."
         )
     if tuple(fc.shape) != (hidden_size, taps * target.n_embd):
         raise InputError(
@@ -316,25 +316,25 @@ def _check_states(
 def _vocabulary(
     config: Mapping[str, Any], weights: dict[str, Tensor], hidden_size: int, target_model: GPT, folder: Path
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The target's id of each logit of the head's own vocabulary, and an embedding that is not the target's."""
+    """The target's id of each logit, and the head's own embedding. Each is None if it is the same as the target's."""
     target = target_model.config
     like = embedding_of(target_model).weight
     vocab_size = number(config, "vocab_size", folder)
     if not target.vocab_size <= vocab_size <= target.padded_vocab_size:
         raise InputError(
-            f"The EAGLE-3 head in {str(folder)!r} was made for a vocabulary of {vocab_size} ids, the target has "
+            f"The EAGLE-3 head in {str(folder)!r} was made for a vocabulary of {vocab_size} ids, but the target has "
             f"{target.vocab_size} ({target.padded_vocab_size} with padding); give the target that it was made for."
         )
     embedding = weights.get("embed_tokens.weight")
     if embedding is not None and embedding.size(1) == like.size(1):
-        # Most files hold a copy of the target's.
+        # Most files hold a copy of the target's embedding.
         rows = min(embedding.size(0), like.size(0))
         if torch.equal(embedding[:rows].to(like.device, like.dtype), like[:rows]):
             embedding = None
     if embedding is None and hidden_size != target.n_embd:
         raise InputError(
-            f"The EAGLE-3 head in {str(folder)!r} has {hidden_size} channels and no embedding of its own; the target's "
-            f"has {target.n_embd}."
+            f"The EAGLE-3 head in {str(folder)!r} has {hidden_size} channels and no embedding of its own, but the "
+            f"target's embedding has {target.n_embd}."
         )
     if embedding is not None:
         embedding = embedding.to(like.device, like.dtype)
@@ -345,17 +345,17 @@ def _vocabulary(
     if offsets is None or rows == vocab_size:
         if head is not None and rows > target.padded_vocab_size:
             raise InputError(
-                f"The head in {str(folder)!r} gives {rows} logits, the target has {target.padded_vocab_size} ids."
+                f"The head in {str(folder)!r} gives {rows} logits, but the target has {target.padded_vocab_size} ids."
             )
         if head is not None and rows < vocab_size:
             raise InputError(f"The head in {str(folder)!r} gives {rows} of {vocab_size} logits, and there is no 'd2t'.")
         return None, embedding
     if offsets.numel() != rows:
-        raise InputError(f"'d2t' in {str(folder)!r} has {offsets.numel()} entries, the head gives {rows} logits.")
+        raise InputError(f"'d2t' in {str(folder)!r} has {offsets.numel()} entries, but the head gives {rows} logits.")
     ids = torch.arange(rows) + offsets.cpu().to(torch.int64)
     if not 0 <= int(ids.min()) <= int(ids.max()) < target.padded_vocab_size:
         raise InputError(
-            f"'d2t' in {str(folder)!r} leads to id {int(ids.max())}, the target has {target.padded_vocab_size} ids."
+            f"'d2t' in {str(folder)!r} maps to id {int(ids.max())}, but the target has {target.padded_vocab_size} ids."
         )
     return ids.to(like.device), embedding
 
@@ -369,7 +369,7 @@ def _projection(
     folder: Path,
     like: Tensor,
 ) -> Function:
-    """From the target's states to one, with the norms that some heads put before it."""
+    """The projection of the target's states, with the norms that some heads apply before it."""
     project = linear(fc, like)
     if config.get("fc_norm", False):
         norms = [norm(take(weights, f"fc_norm.{i}.weight", folder), eps, like) for i in range(taps)]

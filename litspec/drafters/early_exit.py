@@ -1,4 +1,4 @@
-"""The target's own first layers draft (LayerSkip, Elhoushi et al. 2024, arXiv 2404.16710)."""
+"""Drafting with the target's own first layers (LayerSkip, Elhoushi et al. 2024, arXiv 2404.16710)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class EarlyExit(Drafter):
     """Drafts with the target's first layers, its final norm and its head, see `drafters.Drafter`.
 
-    No second checkpoint, and the keys and values of those layers are the target's own. Good drafts need a target that
-    was trained to exit early.
+    It needs no second checkpoint and uses the target's own keys and values. Good drafts need a target that was trained
+    for early exit.
 
     Args:
         model: The target.
@@ -29,7 +29,7 @@ class EarlyExit(Drafter):
         exit_layer: Layers that draft; None for a quarter of them.
 
     Raises:
-        InputError: For an `exit_layer` that the target has not.
+        InputError: The target does not have `exit_layer` layers.
     """
 
     def __init__(self, model: GPT, *, max_k: int, exit_layer: int | None = None) -> None:
@@ -65,8 +65,8 @@ class EarlyExit(Drafter):
 class EarlyExitSession(DraftSession):
     """One text, see `drafters.DraftSession`.
 
-    The drafts' keys and values stand in the target's cache after its committed tokens, where the verification of the
-    same round overwrites them in all layers and rows: there is nothing to undo.
+    Drafts write their keys and values to the target's cache, after the committed tokens. The verification of the same
+    round overwrites them in all layers, so rejected drafts need no cleanup.
     """
 
     def __init__(self, drafter: EarlyExit, target: TargetSession, sampler: Sampler) -> None:
@@ -84,7 +84,7 @@ class EarlyExitSession(DraftSession):
         return self._drafter.propose_batch([self], [token], [input_pos], [k])[0]
 
     def ask(self, input_pos: int) -> Asked:
-        """What is to be run for drafts after the token at `input_pos`."""
+        """The request for drafts after the token at `input_pos`."""
         begin = max(0, input_pos + 1 - self._first_rows)
         return Asked(self.target.number, self._tokens[begin : input_pos + 1], begin, self._sampler, self._pieces)
 
@@ -98,5 +98,5 @@ class EarlyExitSession(DraftSession):
 
     @property
     def _first_rows(self) -> int:
-        # One row, not W: a proposal need not have the target's bits.
+        # One row is enough: a proposal need not have the target's bits.
         return exact_rows(self._sampler) or 1

@@ -1,7 +1,7 @@
-"""Folders of published drafters: tell what lies in one, read its files, make the drafter.
+"""Folders of published drafters: detects the kind of drafter, reads the files, makes the drafter.
 
-Such a folder holds `config.json` and weights as safetensors (one file, or several with or without an index), or a
-`pytorch_model.bin`, which is read as tensors only, so that it cannot run code.
+A folder holds `config.json` and weights: safetensors (one file, or several with or without an index) or a
+`pytorch_model.bin`. The latter is read as tensors only, so that it cannot run code.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ CONFIG = "config.json"
 SAFETENSORS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
-# The function that makes each kind of drafter, given the folder and the target's model; imported when it is wanted.
+# The function that makes each kind of drafter from the folder and the target's model; imported when needed.
 LOADERS: dict[Kind, str] = {
     "dflash": "litspec.drafters.dflash_folder:load_dflash",
     "eagle": "litspec.drafters.eagle:load_eagle",
     "mtp": "litspec.drafters.mtp:load_mtp",
     "assistant": "litspec.drafters.assistant:load_assistant",
 }
-# Names by which a kind is recognized in `architectures` and `speculators_model_type`.
+# Patterns that identify a kind in `architectures` and `speculators_model_type`.
 _NAMES: tuple[tuple[str, Kind], ...] = (
     (r"eagle", "eagle"),
     (r"dflash", "dflash"),
     (r"mtp|nextn", "mtp"),
     (r"gemma4\w*assistant", "assistant"),
 )
-# Otherwise: names of weights by which a kind is recognized.
+# Patterns that identify a kind in the names of weights, if the config does not.
 _MTP = r"(^|\.)(mtp|mtp_layers|nextn)\.|\.(enorm|eh_proj|token_layernorm)\."
 _WEIGHT_NAMES: tuple[tuple[str, Kind], ...] = (
     (r"^(model\.)?midlayer\.", "eagle"),
@@ -58,19 +58,19 @@ _WEIGHT_NAMES: tuple[tuple[str, Kind], ...] = (
     (r"^pre_projection\.", "assistant"),
     (_MTP, "mtp"),
 )
-# Names that a whole model has: a Hugging Face folder that was not converted, of which the checkpoint reader speaks.
+# Names of weights in an unconverted Hugging Face model, for which the checkpoint reader raises the error.
 _WHOLE_MODEL = r"(^|\.)embed_tokens\.|^transformer\.|^gpt_neox\."
 
 
 @dataclass(frozen=True)
 class Published:
-    """A folder that has been looked at.
+    """A folder whose config and list of weights have been read.
 
     Attributes:
         dir: The folder.
-        config: Its `config.json`.
-        files: For each weight the file that holds it. Files that nothing is read from may be missing.
-        role: The flag that named the folder, for sentences.
+        config: Content of its `config.json`.
+        files: The file of each weight. Files from which nothing is read may be missing.
+        role: The flag that named the folder, for messages.
     """
 
     dir: Path
@@ -79,10 +79,10 @@ class Published:
     role: str = "draft_dir"
 
     def read(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Reads weights as they are in the files, on the CPU.
+        """Reads weights to the CPU, in the dtypes of the files.
 
         Args:
-            names: Which; None for all.
+            names: Names of the weights; None for all.
 
         Raises:
             InputError: A file is damaged.
@@ -99,22 +99,22 @@ class Published:
 
 
 def resolve(draft_dir: str | Path) -> Path:
-    """The folder that a user named: as given, or below `./checkpoints`."""
+    """The folder that a user named, as given or in `./checkpoints`."""
     return extend_checkpoint_dir(Path(draft_dir))
 
 
 def kind_of(draft_dir: str | Path, target_dir: Path | None = None) -> Kind:
-    """Tells what lies in a folder from its files.
+    """Detects the kind of drafter in a folder from its files.
 
-    A folder without `config.json`, and one that holds a LitGPT checkpoint, is taken to be the latter, whose own reader
-    says what is wrong with it. The target's own folder is one too, except where MTP layers lie beside the checkpoint.
+    A folder with a LitGPT checkpoint or without `config.json` is "litgpt"; the checkpoint reader reports any errors.
+    The target's own folder is "litgpt" too, unless it also holds MTP layers.
 
     Args:
         draft_dir: The folder.
-        target_dir: The target's.
+        target_dir: The target's folder.
 
     Raises:
-        InputError: A published folder whose kind is unknown here.
+        InputError: The folder holds an unknown kind of drafter.
     """
     if not str(draft_dir) or "\0" in str(draft_dir):
         return "litgpt"
@@ -148,11 +148,11 @@ def kind_of(draft_dir: str | Path, target_dir: Path | None = None) -> Kind:
 
 
 def open_published(draft_dir: str | Path, role: str = "draft_dir") -> Published:
-    """Looks at a published folder: its configuration and the names of its weights.
+    """Reads the configuration and the names of the weights of a published folder.
 
     Args:
         draft_dir: The folder.
-        role: The flag that named it, for sentences.
+        role: The flag that named it, for messages.
 
     Raises:
         InputError: A file is missing or cannot be read.
@@ -169,8 +169,8 @@ def load_published(draft_dir: str | Path, kind: Kind, target: GPT) -> Drafter:
 
     Args:
         draft_dir: The folder.
-        kind: What lies there, see `kind_of`; not "litgpt".
-        target: The model that it is to draft for.
+        kind: The kind of drafter, see `kind_of`; not "litgpt".
+        target: The target's model.
 
     Raises:
         InputError: The folder cannot be used, or was made for another target.
@@ -192,15 +192,15 @@ def _read_json(path: Path, role: str = "draft_dir") -> dict[str, Any]:
 
 
 def _weight_files(folder: Path, role: str = "draft_dir") -> dict[str, Path]:
-    """For each weight the file that holds it."""
+    """The file of each weight."""
     index = folder / INDEX
     if index.is_file():
-        # Of a checkpoint in a hundred files only those are opened that are wanted.
+        # The index avoids opening every file of a large checkpoint.
         places = _read_json(index, role).get("weight_map")
         if not isinstance(places, dict) or any(Path(str(file)).name != file for file in places.values()):
             raise InputError(
-                f"{str(index)!r} ({role}) is no index of safetensors files; its weight_map must name a file of this "
-                "folder for each weight."
+                f"{str(index)!r} ({role}) is not an index of safetensors files; its weight_map must name a file of "
+                "this folder for each weight."
             )
         return {name: folder / file for name, file in places.items()}
     files: dict[str, Path] = {}
@@ -226,16 +226,16 @@ def _safetensors(path: Path, role: str) -> Any:
 
 def _unpickled(path: Path, role: str) -> dict[str, Tensor]:
     try:
-        # Files of PyTorch before 1.6 are no archives, which alone can be mapped.
+        # Only zip archives can be memory-mapped; files of PyTorch before 1.6 are not archives.
         content = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
     except pickle.UnpicklingError as error:
         raise InputError(
-            f"{str(path)!r} ({role}) would run code when loaded, or is damaged, and is refused; a drafter's file "
-            "may hold tensors only."
+            f"{str(path)!r} ({role}) would run code when loaded, or is damaged, and is rejected; a drafter's file "
+            "may hold only tensors."
         ) from error
-    except Exception as error:  # a damaged pickle can raise nearly anything
+    except Exception as error:  # a damaged pickle can raise almost any error
         reason = " ".join(str(error).split())[:200]
-        raise InputError(f"{str(path)!r} ({role}) is damaged or no file of weights: {reason}.") from error
+        raise InputError(f"{str(path)!r} ({role}) is damaged or not a file of weights: {reason}.") from error
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise InputError(f"{str(path)!r} ({role}) must hold tensors by name, and holds something else.")
+        raise InputError(f"{str(path)!r} ({role}) must hold a dict of tensors by name.")
     return content

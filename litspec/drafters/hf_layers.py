@@ -1,4 +1,4 @@
-"""Decoder layers of published drafters, from Hugging Face's `config.json` and names to LitGPT's."""
+"""Decoder layers of published drafters: converts Hugging Face's `config.json` and weight names to LitGPT's."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from litspec.errors import InputError
 
 
 def take(weights: dict[str, Tensor], name: str, folder: Path) -> Tensor:
-    """Takes a tensor out of the weights.
+    """Removes a tensor from the weights and returns it.
 
     Raises:
-        InputError: Where it is not there.
+        InputError: It is missing.
     """
     if name not in weights:
         raise InputError(f"The weights in {str(folder)!r} lack {name!r}.")
@@ -26,10 +26,10 @@ def take(weights: dict[str, Tensor], name: str, folder: Path) -> Tensor:
 
 
 def number(config: Mapping[str, Any], name: str, folder: Path) -> int:
-    """A whole number of `config.json`.
+    """A positive integer of `config.json`.
 
     Raises:
-        InputError: Where it is missing or something else.
+        InputError: It is missing or not a positive integer.
     """
     value = config.get(name)
     if not isinstance(value, int) or value < 1:
@@ -38,10 +38,10 @@ def number(config: Mapping[str, Any], name: str, folder: Path) -> int:
 
 
 def nested(config: Mapping[str, Any], name: str, folder: Path) -> dict[str, Any]:
-    """The fields that `config.json` has below a name; none where the name is missing.
+    """A nested object of `config.json`; empty if it is missing.
 
     Raises:
-        InputError: Where something else stands there.
+        InputError: The value is not an object.
     """
     value = config.get(name) or {}
     if not isinstance(value, dict):
@@ -58,23 +58,23 @@ def layer_config(
     block_size: int,
     first_layer: int = 0,
 ) -> Config:
-    """LitGPT's config of the decoder layers that Hugging Face's describes; it has no vocabulary of its own.
+    """Converts Hugging Face's config of decoder layers to LitGPT's. The result has no vocabulary.
 
     Args:
-        config: Of `config.json`.
-        weights: Of one layer, by Hugging Face's names after `layers.0.`; they tell about biases and norms.
+        config: Content of `config.json`.
+        weights: Weights of one layer, by Hugging Face's names after `layers.0.`; they show its biases and norms.
         folder: For messages.
-        n_layer: How many such layers.
+        n_layer: Number of such layers.
         block_size: Positions that they can attend to.
-        first_layer: The number of the first of them in lists with an entry for each layer.
+        first_layer: Index of the first of them in lists with an entry per layer.
 
     Raises:
-        InputError: For a layer that litspec's model does not have.
+        InputError: litspec's model does not support such a layer.
     """
     n_embd, n_head = number(config, "hidden_size", folder), number(config, "num_attention_heads", folder)
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
-        raise InputError(f"config.json in {str(folder)!r} names hidden_act {activation!r}; only 'silu' is known.")
+        raise InputError(f"config.json in {str(folder)!r} has hidden_act {activation!r}; only 'silu' is supported.")
     _check_windows(config, folder, first_layer, block_size)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -86,7 +86,9 @@ def layer_config(
         adjustments = {name: rope[name] for name in names}
         adjustments["original_max_seq_len"] = rope["original_max_position_embeddings"]
     elif kind != "default":
-        raise InputError(f"config.json in {str(folder)!r} names rope type {kind!r}; known are default, linear, llama3.")
+        raise InputError(
+            f"config.json in {str(folder)!r} has rope type {kind!r}; default, linear and llama3 are supported."
+        )
     share = config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0))
     experts: dict[str, Any] = {"mlp_class_name": "LLaMAMLP"}
     if "mlp.gate.weight" in weights:
@@ -115,15 +117,15 @@ def layer_config(
     )
 
 
-# Families whose config may name a window that is off unless `use_sliding_window` turns it on.
+# Families whose config may give a window that is unused unless `use_sliding_window` is true.
 _WINDOW_OFF = ("llama", "qwen", "mimo")
 
 
 def _check_windows(config: Mapping[str, Any], folder: Path, first_layer: int, block_size: int) -> None:
-    """Refuses layers with a sliding window that is shorter than their texts."""
+    """Raises an `InputError` for layers with a sliding window shorter than `block_size`."""
     window, kinds = config.get("sliding_window"), config.get("layer_types")
     if isinstance(kinds, list) and kinds:
-        # A list that ends with the target's layers does not say which kind follows.
+        # If the list ends with the target's layers, the type of these layers is unknown.
         slides = any(str(kind).startswith(("sliding", "chunked")) for kind in kinds[first_layer:] or kinds)
     else:
         off = str(config.get("model_type", "")).startswith(_WINDOW_OFF)
@@ -131,12 +133,12 @@ def _check_windows(config: Mapping[str, Any], folder: Path, first_layer: int, bl
     if slides and not (isinstance(window, int) and window >= block_size):
         raise InputError(
             f"config.json in {str(folder)!r} gives the drafter's layers a sliding window (sliding_window {window!r}), "
-            "but EAGLE-3 and MTP layers are run with full attention only; give a drafter without a window."
+            "but litspec runs EAGLE-3 and MTP layers with full attention only; give a drafter without a window."
         )
 
 
 def _expert_config(config: Mapping[str, Any], weights: Mapping[str, Tensor], folder: Path) -> dict[str, Any]:
-    """Fields of LitGPT's config for a mixture of experts: DeepSeek's and GLM's router, or the plain one."""
+    """Fields of LitGPT's config for a mixture of experts: DeepSeek's and GLM's router, or the softmax router."""
     fields: dict[str, Any] = {
         "mlp_class_name": "LLaMAMoE",
         "n_expert": weights["mlp.gate.weight"].size(0),
@@ -148,7 +150,7 @@ def _expert_config(config: Mapping[str, Any], weights: Mapping[str, Tensor], fol
     }
     if "mlp.gate.e_score_correction_bias" in weights:
         groups, kept = config.get("n_group") or 1, config.get("topk_group") or 1
-        # LitGPT wants several groups. Two that are both kept are none.
+        # LitGPT needs several groups. Two groups that are both kept have no effect.
         groups, kept = (2, 2) if groups == 1 else (groups, kept)
         fields |= {"n_expert_groups": groups, "n_topk_groups": kept, "n_topk_scores_per_group": 2}
         if fields["n_expert"] % groups or fields["n_expert"] < 2 * groups:
@@ -179,14 +181,14 @@ PARTS = {"gate_proj": "fc_1", "up_proj": "fc_2", "down_proj": "proj"}
 
 
 def litgpt_layer(layer: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
-    """The weights of a decoder layer by LitGPT's names.
+    """Renames the weights of a decoder layer to LitGPT's names.
 
     Args:
-        layer: By Hugging Face's, after `layers.0.`.
+        layer: Weights by Hugging Face's names, after `layers.0.`.
         folder: For messages.
 
     Raises:
-        InputError: For weights that such a layer does not have, such as those of latent attention.
+        InputError: A weight is unknown, for example of latent attention.
     """
     rest = dict(layer)
     found = {}
@@ -194,7 +196,7 @@ def litgpt_layer(layer: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]
         if f"self_attn.q_proj.{end}" in rest:
             parts = [take(rest, f"self_attn.{x}_proj.{end}", folder) for x in "qkv"]
             found[f"attn.qkv.{end}"] = torch.cat(parts)
-    rest.pop("self_attn.rotary_emb.inv_freq", None)  # a table that old files hold
+    rest.pop("self_attn.rotary_emb.inv_freq", None)  # a buffer in old files
     for name, weight in rest.items():
         path, _, end = name.rpartition(".")
         if path in NAMES and end in ("weight", "e_score_correction_bias"):
@@ -203,7 +205,7 @@ def litgpt_layer(layer: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]
             found[f"{part.group(1)}{PARTS[part.group(2)]}.weight"] = weight
         else:
             raise InputError(
-                f"A layer in {str(folder)!r} has {name!r}, which is not known: attention must be by q_proj, k_proj, "
-                "v_proj and o_proj, the rest by gate_proj, up_proj and down_proj."
+                f"A layer in {str(folder)!r} has an unknown weight {name!r}; supported are attention with q_proj, "
+                "k_proj, v_proj and o_proj, and an MLP with gate_proj, up_proj and down_proj."
             )
     return found

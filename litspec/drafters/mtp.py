@@ -1,12 +1,12 @@
-"""Multi-token prediction layers (DeepSeek-V3, arXiv 2412.19437): layers of the target's own checkpoint draft.
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437): drafting with MTP layers of the target's own checkpoint.
 
 With f_p the target's state at position p, e_q its embedding of the token at q, and n committed rows:
 
     z^0_p = norm(block_0(W [norm(e_(p+1)); norm(f_p)]))              d_1 = argmax head(z^0_(n-1))
     z^i_p = norm(block_i(W [norm(e_(p+1+i)); norm(z^(i-1)_p)]))      d_(i+1) = argmax head(z^i_(n-1))
 
-So layer i reads i of this round's drafts, in its last i rows: these are stale when the round is over, and are run again
-with the committed tokens. A single layer is used k times instead, on its own normed output, as a chain.
+So the last i rows of layer i read i of this round's drafts. After the round these rows are stale and are run again with
+the committed tokens. A single layer is instead run k times, each time on its own normed output.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MAX_LAYERS = 8
 
 
 class Ends(NamedTuple):
-    """What stands before and after the block of one layer, as functions of rows."""
+    """The operations before and after the block of one layer, as functions of rows."""
 
     norm_embedding: Callable[[Tensor], Tensor]
     norm_hidden: Callable[[Tensor], Tensor]
@@ -67,10 +67,10 @@ class Mtp(TappedDrafter):
     """Drafts with MTP layers, see `drafters.Drafter`. Made by `load_mtp`.
 
     Args:
-        layers: Their blocks.
-        ends: The rest of each.
-        tap: The target's state that the first of them reads.
-        hidden_first: Whether states stand before embeddings in what is projected.
+        layers: The blocks of the layers.
+        ends: The other operations of each layer.
+        tap: The block of the target whose state the first layer reads.
+        hidden_first: Whether the projection's input begins with the state instead of the embedding.
         step_bytes: Bytes of weights read per token.
     """
 
@@ -109,7 +109,7 @@ class Mtp(TappedDrafter):
         return MtpSession(self, target, max_length, sampler)
 
     def absorb(self, sessions: Sequence[MtpSession], sizes: Sequence[int], members: range) -> None:
-        """Runs rows whose states are the target's in the first layer, and in the others as far as tokens are there."""
+        """Runs pending rows in the first layer, and in the other layers as far as their tokens are committed."""
         device = sessions[0].device
         taken = [session.pending.take(size) for session, size in zip(sessions, sizes)]
         running = list(sessions)
@@ -123,10 +123,10 @@ class Mtp(TappedDrafter):
                 inputs = torch.cat((session.inputs[i], own))
                 start = session.rows[i]
                 size = max(0, session.filled - i) - start
-                # A copy: it outlives the states that it is cut from.
+                # A copy, to free the larger tensor.
                 session.inputs[i] = inputs[size:].clone()
                 if size:
-                    # The first layer's row p has the token after p, row p of layer i the one i places further on.
+                    # Row p of layer i has the token at position p + 1 + i.
                     behind = torch.tensor(session.tokens[start + i : start + i + size], device=device)
                     ready.append(_Rows(session, behind, inputs[:size], start))
                     session.rows[i] += size
@@ -151,7 +151,7 @@ class Mtp(TappedDrafter):
     def _chain(
         self, sessions: Sequence[MtpSession], state: Tensor, k: int, members: range
     ) -> Callable[[Tensor, int], Tensor]:
-        """Steps of the only layer, each on what the one before gave."""
+        """Steps of a single layer, each on the output of the previous step."""
         model, cache = sessions[0].target.model, self._cache(sessions, members)
         places = places_of(cache, members, {each.number: each.filled for each in sessions}, k)
 
@@ -165,7 +165,7 @@ class Mtp(TappedDrafter):
     def _layer_by_layer(
         self, sessions: Sequence[MtpSession], state: Tensor, k: int, members: range
     ) -> Callable[[Tensor, int], Tensor]:
-        """Steps of one layer after the other, each in the rows that this round's drafts are the tokens of."""
+        """Steps of successive layers, each on the rows whose tokens are this round's drafts."""
         drafts: list[Tensor] = []
         before = [session.inputs[0][:0] for session in sessions]
         numbers = [session.number for session in sessions]
@@ -189,7 +189,7 @@ class Mtp(TappedDrafter):
         return sessions[0].pool.cache.sequences(members.start, members.stop)
 
     def _run_rows(self, layer: int, rows: Sequence[_Rows], members: range) -> list[Tensor]:
-        """A layer's normed output for rows of several texts, `(n, C)` of each."""
+        """A layer's normed output for rows of several texts, `(n, C)` per text."""
         sessions, numbers = [each.session for each in rows], [each.session.number for each in rows]
         cache, width = self._cache(sessions, members), max(each.tokens.size(0) for each in rows)
         places = places_of(cache, members, {each.session.number: each.start for each in rows}, width)
@@ -199,7 +199,7 @@ class Mtp(TappedDrafter):
         return [y[each.session.number - members.start, : each.tokens.size(0)] for each in rows]
 
     def _run(self, layer: int, model: GPT, tokens: Tensor, states: Tensor, places: Places, cache: KVCache) -> Tensor:
-        """A layer's normed output for rows that are each a token and a state, `(N, C)`."""
+        """A layer's normed output `(N, C)` for rows of a token and a state."""
         ends = self.ends[layer]
         parts = [ends.norm_embedding(embedding_of(model)(tokens)), ends.norm_hidden(states)]
         x = ends.project(torch.cat(parts[::-1] if self.hidden_first else parts, dim=-1))
@@ -207,7 +207,7 @@ class Mtp(TappedDrafter):
 
 
 class _Rows(NamedTuple):
-    """Rows of one text for one layer: tokens `(n,)`, states `(n, C)`, and where the first of them stands."""
+    """Rows of one text for one layer: tokens `(n,)`, states `(n, C)`, and the position of the first row."""
 
     session: MtpSession
     tokens: Tensor
@@ -218,13 +218,13 @@ class _Rows(NamedTuple):
 class MtpSession(TappedSession):
     """One text, see `TappedSession`.
 
-    Layer i keeps keys and values for the rows whose token is committed, which are i fewer than the first layer's.
+    Layer i keeps keys and values of the rows whose token is committed: i fewer than the first layer.
 
     Attributes:
-        tokens: Of each row of the first layer that has run for good.
-        rows: How many rows of each layer have.
-        inputs: For each layer what the one before gave in the rows that it has not run for good.
-        last: What the first layer gave in its last row, `(1, C)`.
+        tokens: Token of each final row of the first layer.
+        rows: Number of final rows of each layer.
+        inputs: For each layer, the previous layer's output of the rows that are not final yet.
+        last: The first layer's output of its last final row, `(1, C)`.
     """
 
     last: Tensor
@@ -245,11 +245,11 @@ class MtpSession(TappedSession):
         return tuple(self.inputs)
 
 
-# --- from a folder ----------------------------------------------------------------------------------------------------
+# --- Loading ----------------------------------------------------------------------------------------------------------
 
 
 class _Naming(NamedTuple):
-    """How a family names its layers: a pattern, and what may stand after it beside the names of a decoder layer."""
+    """How a family names its layers: the pattern of a layer's prefix, and the names of its additional weights."""
 
     pattern: str
     norm_embedding: str
@@ -259,7 +259,7 @@ class _Naming(NamedTuple):
     hidden_first: bool = False
 
 
-# Named after the first family that published with them.
+# Named after the first family that used each naming.
 _NAMINGS = {
     "DeepSeek": _Naming(r"^model\.layers\.(\d+)\.", "enorm", "hnorm", "eh_proj", "shared_head.norm"),
     "Qwen": _Naming(r"^mtp\.layers\.(\d+)\.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
@@ -272,23 +272,23 @@ _NAMINGS = {
         hidden_first=True,
     ),
 }
-# Copies of the target's own, in files that were made for others to load.
+# Copies of the target's own weights, which are not read.
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 # Families whose norms multiply by 1 + weight.
 _UNIT_OFFSET = ("qwen3_next", "qwen3_5")
 
 
 def load_mtp(folder: str | Path, target_model: GPT, *, post_norm: bool = True) -> Mtp:
-    """Reads the MTP layers of a target, from its Hugging Face checkpoint or from a folder that they were extracted to.
+    """Reads the MTP layers of a target, from its Hugging Face checkpoint or from a folder of extracted layers.
 
     Args:
-        folder: With `config.json` and safetensors, of which only these layers are read.
+        folder: A folder with `config.json` and safetensors, of which only the MTP layers are read.
         target_model: The target; the layers are put on its device, in its precision.
-        post_norm: Whether the first layer reads the target's state after the final norm, as all families here do, or
-            before it. A wrong choice shows as low acceptance, not in the text.
+        post_norm: Whether the first layer reads the target's state after the final norm, as in all families here, or
+            before it. A wrong choice lowers acceptance; the text stays correct.
 
     Raises:
-        InputError: For a folder without MTP layers, with layers of a kind that is not known, or of another target.
+        InputError: The folder has no MTP layers, or they are of an unsupported kind or for another target.
     """
     folder = Path(folder)
     published = open_published(folder)
@@ -333,24 +333,24 @@ def load_mtp(folder: str | Path, target_model: GPT, *, post_norm: bool = True) -
 
 
 def extract_mtp_layers(source: str | Path, out: str | Path) -> int:
-    """Writes the MTP layers of a Hugging Face checkpoint to a folder of their own, which `load_mtp` reads as well.
+    """Writes the MTP layers of a Hugging Face checkpoint to a separate folder, which `load_mtp` can read.
 
     Args:
-        source: With `config.json` and safetensors.
-        out: The folder to write; it is made.
+        source: A folder with `config.json` and safetensors.
+        out: The folder to write; it is created.
 
     Returns:
-        How many tensors were written.
+        Number of tensors written.
 
     Raises:
-        InputError: For a folder without MTP layers, or one to write that holds weights already.
+        InputError: `source` has no MTP layers, or `out` already holds weights.
     """
     source, out = Path(source), Path(out)
     published = open_published(source, role="checkpoint_dir")
     config = published.config
     n_layer = number(config | nested(config, "text_config", source), "num_hidden_layers", source)
     if taken := [*out.glob("*.safetensors"), *out.glob("*.pth")]:
-        raise InputError(f"{str(out)!r} holds weights already ({taken[0].name}); name a folder of its own.")
+        raise InputError(f"{str(out)!r} already holds weights ({taken[0].name}); give another folder.")
     weights = published.read(name for name in published.files if _is_mtp(name, n_layer))
     _split(weights, n_layer, source)
     out.mkdir(parents=True, exist_ok=True)
@@ -367,34 +367,34 @@ def _check_target(config: Mapping[str, Any], n_layer: int, target_model: GPT, fo
     ):
         if found != own:
             raise InputError(
-                f"The MTP layers in {str(folder)!r} belong to a model of {found} {name}, the target has {own}; give "
-                "the target's own."
+                f"The MTP layers in {str(folder)!r} belong to a model of {found} {name}, but the target has {own}; "
+                "give the target's own."
             )
     vocab_size = config.get("vocab_size", target.vocab_size)
     if not target.vocab_size <= vocab_size <= target.padded_vocab_size:
         raise InputError(
-            f"The MTP layers in {str(folder)!r} belong to a model with a vocabulary of {vocab_size} ids, the target "
-            f"has {target.vocab_size} ({target.padded_vocab_size} with padding); give the target's own."
+            f"The MTP layers in {str(folder)!r} belong to a model with a vocabulary of {vocab_size} ids, but the "
+            f"target has {target.vocab_size} ({target.padded_vocab_size} with padding); give the target's own."
         )
 
 
 def _layer_of(name: str, n_layer: int) -> tuple[str, int, str] | None:
-    """The family whose MTP layer a weight belongs to, the layer's number, and the name after it."""
+    """For a weight of an MTP layer: the family, the layer's number, and the rest of the name."""
     for family, naming in _NAMINGS.items():
         if found := re.match(naming.pattern, name):
             number = int(found.group(1)) - (n_layer if family == "DeepSeek" else 0)
-            # What has a smaller number there is one of the target's own layers.
+            # Smaller numbers are the target's own decoder layers.
             return (family, number, name[found.end() :]) if number >= 0 else None
     return None
 
 
 def _is_mtp(name: str, n_layer: int) -> bool:
-    """Whether a weight is to be read: one of an MTP layer, or of what all of Qwen's share, and no copy."""
+    """Whether a weight belongs to an MTP layer or is shared by all of Qwen's, and is not a copy of the target's."""
     return not name.endswith(_COPIES) and (name.startswith("mtp.") or _layer_of(name, n_layer) is not None)
 
 
 def _split(weights: Mapping[str, Tensor], n_layer: int, folder: Path) -> tuple[_Naming, list[dict[str, Tensor]]]:
-    """The naming, and the weights of each layer with those that all layers share."""
+    """The naming, and the weights of each layer, including those that all layers share."""
     layers: dict[int, dict[str, Tensor]] = {}
     families: set[str] = set()
     shared: dict[str, Tensor] = {}
@@ -412,7 +412,6 @@ def _split(weights: Mapping[str, Tensor], n_layer: int, folder: Path) -> tuple[_
         )
     if sorted(layers) != list(range(len(layers))) or len(layers) > MAX_LAYERS:
         raise InputError(
-            f"{str(folder)!r} must hold 1 to {MAX_LAYERS} MTP layers, counted without a gap; it has the numbers "
-            f"{sorted(layers)}."
+            f"{str(folder)!r} must hold 1 to {MAX_LAYERS} MTP layers with consecutive numbers; it has {sorted(layers)}."
         )
     return _NAMINGS[families.pop()], [shared | layers[i] for i in sorted(layers)]

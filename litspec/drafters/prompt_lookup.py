@@ -1,6 +1,6 @@
-"""The text itself drafts: what followed the same few tokens earlier on (prompt lookup, n-gram drafting).
+"""Prompt lookup (n-gram drafting): proposes the tokens that followed an earlier occurrence of the last few tokens.
 
-No model, no second checkpoint. It pays where the text repeats what it was given: summaries, edits, code, extraction.
+It needs no second model. It works well if the text repeats parts of the prompt: summaries, edits, code, extraction.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class PromptLookup(Drafter):
     """Drafts from the prompt and the completion so far, see `drafters.Drafter`.
 
     Let x be the text of T tokens. For n = `max_ngram`, ..., `min_ngram`, in this order, take the largest e < T with
-    x[e-n:e] = x[T-n:T], that is the most recent earlier place where the last n tokens stand. The proposal continues the
-    text as it went on there: its token j is x[e+j]. Where that runs past the end of the text it goes on with its own
-    tokens, so that the last T - e tokens are repeated as often as fits. It ends with its first stop token.
+    x[e-n:e] = x[T-n:T]: the most recent earlier occurrence of the last n tokens. Token j of the proposal is x[e+j]. At
+    the end of the text it continues with its own tokens, so that the last T - e tokens repeat until the proposal is
+    full. It ends with its first stop token.
 
     Args:
         max_k: Most proposals per round.
@@ -32,7 +32,7 @@ class PromptLookup(Drafter):
         min_ngram: Shortest n-gram to look for, in tokens.
 
     Raises:
-        InputError: For lengths outside 1 <= min_ngram <= max_ngram.
+        InputError: Not 1 <= min_ngram <= max_ngram.
     """
 
     def __init__(self, max_k: int, *, max_ngram: int = 3, min_ngram: int = 1) -> None:
@@ -51,14 +51,14 @@ class PromptLookup(Drafter):
 
 
 class PromptLookupSession(DraftSession):
-    """One text, see `drafters.DraftSession`. Tables of all n-grams, brought up to date when a proposal is asked for."""
+    """One text, see `drafters.DraftSession`. Its n-gram tables are updated when a proposal is requested."""
 
     def __init__(self, drafter: PromptLookup, stop_ids: Sequence[int] = ()) -> None:
         self._max_k = drafter.max_k
         self._stop_ids = frozenset(stop_ids)
         self._tokens: list[int] = []
         self._noted = 0  # n-grams that end before this position are in the tables
-        # For each length, longest first: n-gram -> where its most recent occurrence ends, so what followed it is known.
+        # For each length, longest first: n-gram -> end of its most recent occurrence with a known next token.
         self._ends: list[tuple[int, dict[tuple[int, ...], int]]] = [
             (n, {}) for n in range(drafter.max_ngram, drafter.min_ngram - 1, -1)
         ]
@@ -70,7 +70,7 @@ class PromptLookupSession(DraftSession):
         return Proposal(torch.tensor(self.search(min(k, self._max_k)), dtype=torch.int64))
 
     def search(self, k: int) -> list[int]:
-        """At most k tokens, on the host."""
+        """Proposes at most k tokens, as a list on the host."""
         self._note()
         tokens = self._tokens
         size = len(tokens)
@@ -88,7 +88,7 @@ class PromptLookupSession(DraftSession):
         return []
 
     def _note(self) -> None:
-        """Enters the n-grams whose following token has become known."""
+        """Adds the n-grams whose next token is now known."""
         tokens, size = self._tokens, len(self._tokens)
         for n, ends in self._ends:
             start = max(self._noted, n)

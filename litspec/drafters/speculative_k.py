@@ -1,9 +1,8 @@
-"""How many tokens to propose: a fixed k, or the k that pays.
+"""How many tokens to propose: a fixed k, or the k with the most tokens per second.
 
-One round costs a proposal and a verification, and brings 1 + a1 + a1 a2 + ... + a1 ... ak tokens, where ai is the
-probability that the i-th proposal is accepted once those before it were (for a constant a, Leviathan et al. 2023,
-arXiv 2211.17192: (1 - a^(k + 1)) / (1 - a)). The k that pays is the one with most tokens per second, 0 where none beats
-plain decoding.
+One round costs a proposal and a verification. Its expected tokens are 1 + a1 + a1 a2 + ... + a1 ... ak, where ai is the
+probability that the i-th proposal is accepted if all before it were (for a constant a, Leviathan et al. 2023, arXiv
+2211.17192: (1 - a^(k + 1)) / (1 - a)). The adaptive k maximises tokens per second. It is 0 if plain decoding is faster.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-# Of these every k is a sum. Each is a step to compile, so there are few.
+# Every k is a sum of these. There are few, since each needs a compiled step.
 PIECES = (4, 2, 1)
 
 
@@ -21,8 +20,8 @@ class SpeculativeK(Protocol):
     """Chooses k for one text, before each round.
 
     Attributes:
-        pieces: Numbers of proposals to build compiled steps for, of which every k that it may choose is a sum, or
-            falls a little short of one; the largest k among them. Empty where none is ever proposed.
+        pieces: Proposal lengths to build compiled steps for. Every k that it may choose is a sum of them, or slightly
+            less than one. Empty if it never proposes.
     """
 
     pieces: tuple[int, ...]
@@ -32,7 +31,7 @@ class SpeculativeK(Protocol):
         ...
 
     def observe(self, *, proposed: int, accepted: int) -> None:
-        """Tells how a round went.
+        """Records the result of a round.
 
         Args:
             proposed: Tokens proposed.
@@ -57,18 +56,18 @@ class FixedK:
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """What a round costs by its k, in any one unit.
+    """The cost of a round for each k, in any unit.
 
     Attributes:
-        draft: Of a proposal of k tokens, for k = 0, 1, ..., most.
-        verify: Of the verification of k proposals, for the same k.
+        draft: Cost of a proposal of k tokens, for k = 0, 1, ..., most.
+        verify: Cost of verifying k proposals, for the same k.
     """
 
     draft: tuple[float, ...]
     verify: tuple[float, ...]
 
     def towards(self, other: RoundCosts, share: float) -> RoundCosts:
-        """Costs between these and others: these for share 0, the others for 1."""
+        """Interpolates between these costs (share 0) and others (share 1)."""
 
         def between(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:
             return tuple(x + share * (y - x) for x, y in zip(a, b, strict=True))
@@ -81,10 +80,10 @@ class RoundCosts:
 
 
 def expected_tokens(acceptance: Sequence[float]) -> list[float]:
-    """Tokens that a round brings for k = 0, 1, ..., len(acceptance), its own token included.
+    """Expected tokens per round for k = 0, 1, ..., len(acceptance), including the target's own token.
 
     Args:
-        acceptance: For each position in the block, how likely its proposal is accepted if all before it were.
+        acceptance: For each position, the probability that its proposal is accepted if all before it were.
     """
     tokens, reached = [1.0], 1.0
     for a in acceptance:
@@ -94,25 +93,25 @@ def expected_tokens(acceptance: Sequence[float]) -> list[float]:
 
 
 class Acceptance:
-    """A running estimate of the acceptance by position; what is long past fades.
+    """A running estimate of the acceptance rate by position, with exponentially decaying counts.
 
-    Some stretches of a text are easy and others hard, so a proposal is likelier accepted the more before it were. If
-    the acceptance of a stretch has a beta distribution with mean a and `CONCENTRATION` c, then after i accepted
-    proposals the next is accepted with probability (c a + i) / (c + i). Position i is expected to have this, with one a
-    for all, and then has counts of its own.
+    Acceptance varies along a text, so a proposal is more likely to be accepted after several accepted ones. If the
+    acceptance rate of a passage has a beta distribution with mean a and concentration c (`CONCENTRATION`), then after i
+    accepted proposals the next one is accepted with probability (c a + i) / (c + i). All positions share one a. The
+    counts of each position then correct this expected value.
 
     Args:
-        positions: Most proposals of a round.
+        positions: Most proposals per round.
     """
 
-    # Of the first position before anything is known: as if so many proposals had been seen. With a weight of 1 the luck
-    # of the first rounds cost a text of 64 tokens up to 9 %.
+    # Prior for the first position, and its weight in proposals. With a weight of 1, random results of the first rounds
+    # cost a text of 64 tokens up to 9 % of its speed.
     PRIOR, PRIOR_WEIGHT = 0.75, 6.0
-    # A little less than the embedded pair has: accepted were 0.84 at the first and 0.91 at the seventh position.
+    # Slightly below the value of the embedded pair, which accepts 0.84 at the first position and 0.91 at the seventh.
     CONCENTRATION = 5.0
-    # Weight that a count keeps from one round with proposals to the next; a round's influence lasts some 50 of them.
+    # Decay of the counts per round with proposals; a round's influence lasts about 50 rounds.
     KEEP = 0.98
-    # So many counts at one position weigh as much as what is known of all positions together.
+    # Weight of the shared expectation at each position, in proposals.
     SHARED_WEIGHT = 8.0
 
     def __init__(self, positions: int) -> None:
@@ -120,26 +119,26 @@ class Acceptance:
         self._tried = [0.0] * positions
         self._prior_weight = self.PRIOR_WEIGHT
         self.plain_rounds = 0  # since the last proposal
-        self.refusals = 0  # of proposals after plain rounds, one after the other
+        self.refusals = 0  # consecutive proposals after plain rounds that were rejected entirely
 
     def observe(self, proposed: int, accepted: int) -> None:
-        """Takes the counts of a round."""
+        """Adds the counts of a round."""
         if not proposed:
             self.plain_rounds += 1
             return
-        # What was refused before plain decoding paid best does not count: the first wait is the shortest.
+        # A refusal counts only after plain rounds, so that the first wait is the shortest.
         self.refusals = 0 if accepted else self.refusals + (self.plain_rounds > 0)
         self.plain_rounds = 0
         self._prior_weight *= self.KEEP
         for i in range(len(self._tried)):
-            # What lies after the first refusal was not tried.
+            # Proposals after the first rejected one were not tried.
             self._tried[i] = self._tried[i] * self.KEEP + (i < min(proposed, accepted + 1))
             self._accepted[i] = self._accepted[i] * self.KEEP + (i < accepted)
 
     def estimate(self) -> list[float]:
-        """How likely the proposal at each position is accepted if all before it were."""
+        """For each position, the probability that its proposal is accepted if all before it were."""
         c, counts = self.CONCENTRATION, list(zip(self._accepted, self._tried))
-        # What the counts at each position say of the first one.
+        # Estimates a from the counts of all positions, by inverting the formula of the class docstring.
         first = sum(accepted - (tried - accepted) * i / c for i, (accepted, tried) in enumerate(counts))
         first = (self._prior_weight * self.PRIOR + first) / (self._prior_weight + sum(self._tried))
         expected = [(c * max(first, 0.0) + i) / (c + i) for i in range(len(counts))]
@@ -150,20 +149,19 @@ class Acceptance:
 
 
 class AdaptiveK:
-    """The k with most tokens per second, from what rounds cost and from counts of accepted proposals.
+    """The k with the most tokens per second, from the costs of rounds and the counts of accepted proposals.
 
-    No clock is read here, so where `costs` come from a deterministic model and `acceptance` is the text's own, a seed
-    gives one text.
+    No clock is read here. So if `costs` are modelled and `acceptance` belongs to one text, a seed gives one text.
 
     Args:
-        costs: Of a round, by k.
-        acceptance: The estimate to use and to go on with; of this text, or of all texts of a loaded pair.
-        batch: Of a text that runs with others: tells how many share a round and `acceptance` now, and what such a round
-            costs.
+        costs: Costs of a round, by k.
+        acceptance: The estimate to use and update: of this text, or of all texts of a loaded pair.
+        batch: For a text that runs with others: returns how many texts share the round and `acceptance`, and the costs
+            of such a round.
     """
 
-    # While plain decoding pays best, one token is proposed again after so many plain rounds; each refusal doubles the
-    # wait, up to a limit.
+    # While plain decoding is fastest, one token is proposed again after this many plain rounds. Each refusal doubles
+    # the wait, up to a limit.
     WAIT, MOST_DOUBLINGS = 16, 5
 
     def __init__(
@@ -175,7 +173,7 @@ class AdaptiveK:
         self.pieces = tuple(piece for piece in PIECES if piece <= most)
 
     def speeds(self) -> list[float]:
-        """Tokens per unit of cost, for k = 0, 1, ..., most; as estimated."""
+        """Estimated tokens per unit of cost, for k = 0, 1, ..., most."""
         return self._speeds(self._batch()[1].total)
 
     def _speeds(self, costs: Sequence[float]) -> list[float]:
@@ -188,7 +186,7 @@ class AdaptiveK:
         speeds = self._speeds(costs)
         if (k := max(range(len(speeds)), key=speeds.__getitem__)) > 0:
             return k
-        # Proposing pays at no acceptance where a round that accepts everything is too slow.
+        # If even full acceptance is slower than plain decoding, proposing never pays.
         could_pay = any((1 + k) * costs[0] > costs[k] for k in range(1, len(costs)))
         wait = (self.WAIT << min(self._acceptance.refusals, self.MOST_DOUBLINGS)) * running
         return int(could_pay and self._acceptance.plain_rounds >= wait)

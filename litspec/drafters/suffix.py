@@ -1,8 +1,8 @@
-"""Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975): what most often followed, in this text and in earlier ones.
+"""Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975): proposes the most frequent continuation of the last tokens.
 
-No model. Where prompt lookup takes the most recent place that ends in the same few tokens, this counts all places, and
-it remembers what was generated before: a job of similar prompts, an agent that calls the same tools, code that is
-written again with a change.
+It needs no second model. Prompt lookup uses the most recent occurrence of the last tokens; this counts all occurrences,
+also in earlier outputs. It works well for many similar prompts, agents that repeat tool calls, and repeated edits of
+the same code.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from litspec.sampling import Rejection, Sampler
 if TYPE_CHECKING:
     from litspec.engine.target import TargetSession
 
-# A node takes some 140 bytes.
+# A node takes about 140 bytes.
 MAX_NODES = 500_000
 
 
 class Path(NamedTuple):
-    """What a tree says will follow.
+    """A continuation found in a tree.
 
     Attributes:
-        tokens: In order.
-        score: The sum of their probabilities, each given the text only: how many of them are expected to be right.
-        prob: The probability of the last of them.
-        match: How many of the text's last tokens speak for it.
+        tokens: Its tokens, in order.
+        score: Sum of the tokens' probabilities, each given the text only: the expected number of right tokens.
+        prob: The probability of the last token.
+        match: Length of the match: how many of the text's last tokens precede the path in the tree.
     """
 
     tokens: list[int]
@@ -42,7 +42,7 @@ class Path(NamedTuple):
 
     @property
     def rank(self) -> tuple[float, int]:
-        """What the best path has most of: of equals the one is taken that more of the text speaks for."""
+        """Sort key of paths: the score, then the length of the match."""
         return self.score, self.match
 
 
@@ -50,25 +50,26 @@ NO_PATH = Path([], 0.0, 1.0, 0)
 
 
 class SuffixTree:
-    """Counts every run of up to `depth` tokens of the sequences it was told; every suffix is a way down from the root.
+    """Counts every n-gram of up to `depth` tokens in its sequences.
 
-    A node is a run of tokens, a child is the run with one token more. It grows by one token at a time and forgets
-    nothing; see `Memory`.
+    A node is an n-gram; its children are the n-grams with one more token at the end. The tree grows by one token at a
+    time and never shrinks; see `Memory`.
     """
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
-        self._children: dict[int, int] = {}  # node and token, in one number, to the child
-        self._tokens = array("q", [-1])  # of each node: its last token,
-        self._counts = array("q", [0])  # how often it occurred,
-        self._best = array("q", [0])  # and its most frequent child, the most recent of several; 0 for none
-        self._ends = [0]  # the nodes that the current sequence ends with: the empty run, the last token, the last two
+        self._children: dict[int, int] = {}  # (node << 32 | token) -> child
+        # For each node:
+        self._tokens = array("q", [-1])  # its last token
+        self._counts = array("q", [0])  # how often it occurred
+        self._best = array("q", [0])  # its most frequent child, the most recent in a tie; 0 for none
+        self._ends = [0]  # nodes of the current sequence's suffixes: the empty one, the last token, the last two, ...
 
     def __len__(self) -> int:
         return len(self._counts)
 
     def append(self, token: int) -> None:
-        """The current sequence goes on."""
+        """Appends a token to the current sequence."""
         children, counts, best = self._children, self._counts, self._best
         ends = [0]
         counts[0] += 1
@@ -89,11 +90,11 @@ class SuffixTree:
         self._ends = ends
 
     def end(self) -> None:
-        """The current sequence has ended; the next token begins another."""
+        """Ends the current sequence; the next token begins a new one."""
         self._ends = [0]
 
     def find(self, tokens: Iterable[int]) -> int | None:
-        """The node of a run of tokens; None where it never occurred."""
+        """The node of an n-gram; None if it never occurred."""
         node = 0
         for token in tokens:
             child = self._children.get(node << 32 | token)
@@ -105,13 +106,14 @@ class SuffixTree:
     def search(self, tail: Sequence[int], k: int, factor: float, offset: float, min_prob: float) -> Path:
         """The best of the paths that begin after the last token, after the last two, and so on.
 
-        A path takes the most frequent child at each node. Its tokens have the product of count(child) / count(node) for
-        a probability, where the place that the sequence ends with now does not count: nothing followed there yet. It
-        ends where that falls below `min_prob`, or at `m * factor + offset` tokens for a match of m.
+        A path takes the most frequent child at each node. The probability of a token is the product of count(child) /
+        count(node) along the path; the occurrence at the end of the sequence is not counted, since it has no next token
+        yet. The path ends when the probability falls below `min_prob`, or at `m * factor + offset` tokens for a match
+        of m.
 
         Args:
-            tail: The last tokens of the text, `depth` - 1 of them or all.
-            k: Most tokens.
+            tail: The last `depth` - 1 tokens of the text, or the whole text if it is shorter.
+            k: Most tokens of the path.
         """
         best = NO_PATH
         for m in range(1, min(len(tail), self.depth - 1) + 1):
@@ -121,8 +123,8 @@ class SuffixTree:
             path = self._walk(node, NO_PATH._replace(match=m), min(k, int(m * factor + offset)), min_prob)
             if path.tokens:
                 best = max(best, path, key=lambda path: path.rank)
-        # Where the tree's runs end, as they do at the end of the text, the path goes on after its longest end that
-        # something followed somewhere: a text that has begun to repeat itself is drafted beyond what it repeats.
+        # At the end of the text, or at full depth, the path continues after its longest suffix that has children. So a
+        # repetition can be drafted for longer than its first occurrence.
         limit = min(k, int(best.match * factor + offset))
         while 0 < len(best.tokens) < limit and (node := self._last_open([*tail, *best.tokens])):
             longer = self._walk(node, best, limit, min_prob)
@@ -145,7 +147,7 @@ class SuffixTree:
         return Path([*tokens, *found], score, prob, match) if found else path
 
     def _last_open(self, tokens: Sequence[int]) -> int:
-        """The node of the longest end of some tokens that something followed; 0 where there is none."""
+        """The node of the longest suffix of some tokens that has children; 0 if there is none."""
         for m in range(min(len(tokens), self.depth - 1), 0, -1):
             node = self.find(tokens[len(tokens) - m :])
             if node is not None and self._best[node]:
@@ -154,7 +156,7 @@ class SuffixTree:
 
 
 class Memory:
-    """At most two trees: when the younger one is full, the older one is forgotten and a new one begun."""
+    """At most two trees: when the newer one is full, the older one is dropped and a new one is begun."""
 
     def __init__(self, depth: int, max_nodes: int) -> None:
         self._depth = depth
@@ -162,7 +164,7 @@ class Memory:
         self.trees = [SuffixTree(depth)]
 
     def append(self, tokens: Iterable[int]) -> None:
-        """The current sequence goes on."""
+        """Appends tokens to the current sequence."""
         tree = self.trees[0]
         for token in tokens:
             if len(tree) + self._depth > self._max_nodes:
@@ -171,27 +173,27 @@ class Memory:
             tree.append(token)
 
     def end(self) -> None:
-        """The current sequence has ended."""
+        """Ends the current sequence."""
         self.trees[0].end()
 
 
 class Suffix(Drafter):
-    """Drafts from counts over this text and over the outputs of earlier ones, see `drafters.Drafter`.
+    """Drafts from counts of n-grams in this text and in the outputs of earlier texts, see `drafters.Drafter`.
 
-    Outputs are remembered when their text has ended, and as far as they had come where it was given up. Any number of
-    texts may be open at once, in as many threads. With the rejection sampler, whose text depends on what is proposed,
-    earlier outputs are not looked at, so that a text depends on nothing but its seed, prompt and settings.
+    Outputs are stored when their text has ended or was cancelled. Several texts may be open at the same time, also in
+    different threads. With the rejection sampler a text depends on the proposals, so earlier outputs are not used: a
+    text depends only on its seed, prompt and settings.
 
     Args:
         max_k: Most proposals per round.
-        factor: A match of m tokens may propose `m * factor + offset`.
+        factor: A match of m tokens may propose `m * factor + offset` tokens.
         offset: See `factor`.
-        min_prob: The least probability that a proposed token may have, by the counts.
-        max_nodes: Of each of at most two trees for a text, and of two for all earlier outputs; a node takes some 140
-            bytes, and a token that repeats nothing makes `depth` of them.
+        min_prob: Lowest probability of a proposed token, from the counts.
+        max_nodes: Most nodes per tree. There are up to two trees per text and two for all earlier outputs. A node takes
+            about 140 bytes; a token after which nothing repeats adds `depth` nodes.
 
     Raises:
-        InputError: For a setting out of its range.
+        InputError: A setting is out of range.
     """
 
     def __init__(
@@ -199,13 +201,13 @@ class Suffix(Drafter):
     ) -> None:
         if factor < 0 or offset < 0 or factor + offset < 1:
             raise InputError(
-                "suffix decoding needs a factor and an offset of at least 0 that make at least 1 together, got "
+                "suffix decoding needs a factor and an offset of at least 0 with a sum of at least 1, got "
                 f"{factor} and {offset}"
             )
         if not 0 <= min_prob <= 1:
             raise InputError(f"suffix decoding needs a min_prob in [0, 1], got {min_prob}")
         self.max_k = max_k
-        # Room for a match and for what follows it.
+        # Long enough for a match and its continuation.
         self.depth = max(16, 2 * max_k + 2)
         if max_nodes < 2 * self.depth:
             raise InputError(f"suffix decoding needs max_nodes of at least {2 * self.depth}, got {max_nodes}")
@@ -222,23 +224,23 @@ class Suffix(Drafter):
         return SuffixSession(self, target.stop_ids, alone=isinstance(sampler, Rejection))
 
     def search(self, own: Memory, tail: Sequence[int], k: int, alone: bool) -> list[int]:
-        """At most k tokens to follow a text that ends in `tail`, from its own trees and, unless `alone`, from all."""
+        """At most k tokens after `tail`, from the text's own trees and, unless `alone`, from earlier outputs."""
         paths = [tree.search(tail, k, *self._settings) for tree in own.trees]
         if not alone:
             with self._lock:
                 paths += [tree.search(tail, k, *self._settings) for tree in self._earlier.trees]
-        # The first of equals: this text, and what is more recent.
+        # In a tie the first one: this text before others, newer trees before older.
         return max(paths, key=lambda path: path.rank).tokens
 
     def remember(self, output: Sequence[int]) -> None:
-        """Takes up the output of a text that has ended."""
+        """Adds the output of a text that has ended."""
         with self._lock:
             self._earlier.append(output)
             self._earlier.end()
 
 
 class SuffixSession(DraftSession):
-    """One text, see `drafters.DraftSession`. The tree is told committed tokens only, so there is nothing to undo."""
+    """One text, see `drafters.DraftSession`. The tree receives only committed tokens, so there is nothing to undo."""
 
     def __init__(self, drafter: Suffix, stop_ids: Sequence[int] = (), alone: bool = False) -> None:
         self._drafter = drafter
@@ -246,7 +248,7 @@ class SuffixSession(DraftSession):
         self._alone = alone
         self._own = Memory(drafter.depth, drafter.max_nodes)
         self._tail: list[int] = []
-        self._output: list[int] | None = None  # None until the prompt was told
+        self._output: list[int] | None = None  # None until the prompt is committed
 
     def commit(self, tokens: Sequence[int], input_pos: int, hidden: torch.Tensor | None = None) -> None:
         self._own.append(tokens)
@@ -263,7 +265,7 @@ class SuffixSession(DraftSession):
         return Proposal(torch.tensor(tokens[: first + 1], dtype=torch.int64))
 
     def close(self) -> None:
-        """The text has ended; later ones may learn from its output."""
+        """Adds the output to the earlier outputs, for later texts."""
         if self._output:
             self._drafter.remember(self._output)
             self._output = []

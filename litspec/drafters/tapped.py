@@ -1,4 +1,4 @@
-"""What drafters that read the target's states have in common: layers with keys and values of their own."""
+"""Shared code of drafters that read the target's states and have layers with their own keys and values."""
 
 from __future__ import annotations
 
@@ -26,39 +26,39 @@ from litspec.sampling import Distribution, Inputs, Sampler
 if TYPE_CHECKING:
     from litspec.engine.target import TargetSession
 
-# Tokens of a prompt whose rows run at once; whatever parts it comes in, it is cut in the same places, those of the
-# target, so that both have kept the same chunks of it when the next prompt begins alike.
+# Tokens of a prompt that run in one forward. The chunks are the target's, for every split of the prompt, so that target
+# and drafter can reuse the same prefix for the next prompt.
 CHUNK = PREFILL_CHUNK
-# A head proposes as many tokens as are asked for, but its later ones are seldom right.
+# A head can propose any number of tokens, but later ones are rarely right.
 MAX_K = 15
-# Rows of a text that may wait to run together with those of others; more of them run by themselves.
+# Up to this many pending rows of a text run together with those of other texts; longer ones run alone.
 WAITING = 16
-# Places after a text for rows that are drafted or fill up a forward, and as many where idle slots run along.
+# Positions after a text for drafted rows and padding, twice, since idle slots write to the end of the buffer.
 OVERHANG = 2 * (WAITING + MAX_K)
 
 
 class Places(NamedTuple):
-    """Where the rows of some neighbouring slots begin.
+    """Positions at which the rows of some neighbouring slots begin.
 
     Attributes:
-        first: `(N,)`.
-        longest: The largest of those that count.
+        first: The positions, `(N,)`.
+        longest: The largest position of a slot with a text.
     """
 
     first: Tensor
     longest: int
 
     def after(self, rows: int) -> Places:
-        """So many rows further on."""
+        """The positions shifted by `rows`."""
         return Places(self.first + rows, self.longest + rows)
 
 
 class Layers(GPT):
-    """Decoder layers alone: a GPT whose embedding and head are not used.
+    """Decoder layers: a GPT whose embedding and head are not used.
 
     Args:
-        config: Of the layers, with a vocabulary of one.
-        blocks: The layers, where they are not those of the config.
+        config: Config of the layers, with a vocabulary of one.
+        blocks: The layers; None to build them from the config.
     """
 
     def __init__(self, config: Config, blocks: list[nn.Module] | None = None) -> None:
@@ -68,7 +68,7 @@ class Layers(GPT):
             self.bind()
 
     def run(self, layer: int, x: Tensor, places: Places, cache: KVCache) -> Tensor:
-        """Rows `x` of each sequence of a cache through one layer, `(N * W, C)`, written from their places on."""
+        """Runs rows `x` `(N * W, C)` of all sequences through one layer; their K/V are written from `places` on."""
         width = x.size(0) // places.first.size(0)
         step = self._step(cache, places.first, width, cache.bucket(places.longest + width), exact=False)
         return self._blocks[layer](x, step, cache.k[layer], cache.v[layer])
@@ -77,19 +77,19 @@ class Layers(GPT):
 def load_layers(
     make: Callable[[], Layers], weights: Mapping[str, Tensor], folder: Path, like: Tensor
 ) -> tuple[Layers, int]:
-    """Builds layers and gives them their weights, without a second copy of them.
+    """Builds layers and loads their weights without a second copy.
 
     Args:
-        make: Builds them; called on the meta device.
-        weights: By the layers' names, `transformer.h.0.` and so on.
+        make: Builds the layers; called on the meta device.
+        weights: Weights by the layers' names, `transformer.h.0.` and so on.
         folder: For messages.
-        like: A tensor of the device and type to use.
+        like: A tensor of the device and dtype to use.
 
     Returns:
         The layers, and the bytes of their weights.
 
     Raises:
-        InputError: For a weight that is missing or has another shape.
+        InputError: A weight is missing or has a wrong shape.
     """
     with torch.device("meta"):
         layers = make().eval().requires_grad_(False)
@@ -99,12 +99,12 @@ def load_layers(
             state[name] = torch.zeros(old.shape, dtype=like.dtype, device=like.device)
             continue
         if name not in weights:
-            raise InputError(f"The weights in {str(folder)!r} lack one that becomes {name!r} in LitGPT's names.")
+            raise InputError(f"The weights in {str(folder)!r} lack the one named {name!r} in LitGPT.")
         new = weights[name]
         if new.shape != old.shape:
             raise InputError(
-                f"A weight in {str(folder)!r} does not fit its config.json: what becomes {name!r} in LitGPT's names "
-                f"has shape {tuple(new.shape)}, the config makes it {tuple(old.shape)}."
+                f"A weight in {str(folder)!r} does not fit its config.json: {name!r} in LitGPT's names has shape "
+                f"{tuple(new.shape)}, but the config requires {tuple(old.shape)}."
             )
         state[name] = new.to(like.device, like.dtype)
         size += state[name].numel() * state[name].element_size()
@@ -113,27 +113,27 @@ def load_layers(
 
 
 def linear(weight: Tensor, like: Tensor) -> Callable[[Tensor], Tensor]:
-    """A layer without bias as a function of rows."""
+    """A linear layer without bias, as a function of rows."""
     return partial(torch.mm, mat2=weight.to(like.device, like.dtype).t())
 
 
 def norm(weight: Tensor, eps: float, like: Tensor) -> RMSNormFunction:
-    """A norm as a function of rows."""
+    """An RMS norm, as a function of rows."""
     return RMSNormFunction(weight.to(like.device, like.dtype), eps)
 
 
 def embedding_of(model: GPT) -> nn.Embedding:
-    """A model's embedding, raw: without a factor that the model itself may put on it."""
+    """A model's embedding, without the scale that some models apply to it."""
     return model.transformer.wte
 
 
 def head_bytes(model: GPT) -> int:
-    """Bytes of a model's head."""
+    """Bytes of a model's output head."""
     return sum(p.numel() * p.element_size() for p in model.lm_head.parameters())
 
 
 def head_logits(model: GPT, x: Tensor) -> Tensor:
-    """A model's head on rows that were normed already: `(N, V)`."""
+    """Logits `(N, V)` of a model's output head for normed rows."""
     logits: Tensor = model.lm_head(x)
     cap = model.config.final_logit_softcapping
     return logits if cap is None else torch.tanh(logits / cap) * cap
@@ -143,7 +143,7 @@ Drawn = tuple[Tensor, Distribution | None]
 
 
 def stacked(drawn: Sequence[Drawn]) -> Drawn:
-    """Tokens of N texts that were drawn one by one, each with its distribution, as `(N, k)` and k rows for each."""
+    """Stacks k draws for N texts: tokens `(N, k)`, and distributions with k rows per text."""
     q = [each for _, each in drawn if each is not None]
     tokens = torch.stack([token for token, _ in drawn], 1)
     if not q:
@@ -153,7 +153,7 @@ def stacked(drawn: Sequence[Drawn]) -> Drawn:
 
 
 def proposals(drawn: Drawn, k: Sequence[int]) -> list[Proposal]:
-    """What each text wants of the tokens that were drawn, its first k."""
+    """Splits draws for several texts into proposals, with the first k tokens of each text."""
     tokens, q = drawn
     found = []
     for i, own in enumerate(k):
@@ -165,12 +165,12 @@ def proposals(drawn: Drawn, k: Sequence[int]) -> list[Proposal]:
 
 
 class Pending:
-    """Tokens and states that a session was told and has not run yet.
+    """Committed tokens and states that a session has not run yet.
 
-    Row p pairs the state at position p with the token after it, so the text's first token makes no row.
+    Row p pairs the state at position p with the token after it, so the text's first token has no row.
 
     Attributes:
-        tokens: One for each row.
+        tokens: One token per row.
     """
 
     def __init__(self) -> None:
@@ -178,16 +178,16 @@ class Pending:
         self._hidden: list[Tensor] = []
 
     def add(self, tokens: list[int], input_pos: int, hidden: Tensor | None) -> None:
-        """Takes up what `DraftSession.commit` was told; `keep` follows once full chunks were taken."""
+        """Adds the arguments of `DraftSession.commit`. Call `keep` after taking full chunks."""
         if hidden is None:
-            raise ValueError("a drafter with taps must be told the target's states")
+            raise ValueError("commit needs the target's states for a drafter with taps")
         skip = 1 if input_pos == 0 else 0
         self.tokens += tokens[skip:]
         if len(tokens) > skip:
             self._hidden.append(hidden[skip : len(tokens)])
 
     def take(self, size: int) -> tuple[list[int], Tensor]:
-        """The first rows: their tokens, and their states `(size, taps * C)`."""
+        """Removes the first rows and returns their tokens and states `(size, taps * C)`."""
         hidden = self._hidden[0] if len(self._hidden) == 1 else torch.cat(self._hidden)
         tokens, self.tokens = self.tokens[:size], self.tokens[size:]
         self._hidden = [hidden[size:]] if self.tokens else []
@@ -197,18 +197,18 @@ class Pending:
         return len(self.tokens)
 
     def keep(self) -> None:
-        """Copies what is left of the states that came last: their tensor may be written over, and is larger."""
+        """Copies the remaining states that were added last, since their larger tensor may be overwritten."""
         if self._hidden:
             self._hidden[-1] = self._hidden[-1].clone()
 
 
 class Pool:
-    """What a drafter keeps for all slots of an engine.
+    """A drafter's data for all slots of an engine.
 
     Attributes:
-        cache: Keys and values, `(B, G, S, D)` a layer.
-        prompts: By slot, the tokens at its beginning that came as whole chunks of a prompt.
-        carried: By slot, what else a session must know after each of these chunks.
+        cache: Keys and values, `(B, G, S, D)` per layer.
+        prompts: By slot, the tokens at its beginning that were read as whole chunks of a prompt.
+        carried: By slot, the other session state after each of these chunks.
     """
 
     def __init__(self, cache: KVCache) -> None:
@@ -218,7 +218,7 @@ class Pool:
         self.carried: list[list[Any]] = [[] for _ in range(count)]
 
     def shared(self, number: int, prompt: Sequence[int], most: int) -> int:
-        """Tokens at the beginning of a prompt that a slot holds, whole chunks, at most so many."""
+        """Tokens at the beginning of a prompt that a slot holds: whole chunks, at most `most` tokens."""
         known = self.prompts[number]
         end = min(len(known), most) // CHUNK * CHUNK
         while known[:end] != list(prompt[:end]):
@@ -226,13 +226,13 @@ class Pool:
         return end
 
     def open(self, number: int, held: int = 0, origin: int = 0) -> None:
-        """Begins a text in a slot, with the first `held` tokens of what stands in another.
+        """Begins a text in a slot, with the first `held` tokens copied from slot `origin`.
 
-        Behind them all is zeroed: a mask does not hide a NaN that an earlier text left.
+        All later entries are zeroed, since the attention mask does not remove a NaN of an earlier text.
         """
-        rows = max(0, held - 1)  # a row waits for the token after it
+        rows = max(0, held - 1)  # the last row needs the token after it
         prompt, carried = self.prompts[origin][:held], self.carried[origin][: held // CHUNK]
-        # Interrupted on the way, a slot holds nothing, rather than half of what it says.
+        # Cleared first, so that an interrupted copy leaves an empty slot.
         self.prompts[number], self.carried[number] = [], []
         if number != origin and rows:
             self.cache.sequences(number, number + 1).copy_from(self.cache.sequences(origin, origin + 1), rows)
@@ -242,49 +242,49 @@ class Pool:
 
 
 class TappedDrafter(Drafter):
-    """A drafter that reads the target's states, with keys and values for all slots of an engine."""
+    """A drafter that reads the target's states and keeps its own keys and values for all slots of an engine."""
 
     @property
     @abstractmethod
     def block_size(self) -> int | None:
-        """Positions that it was made for; None for any."""
+        """Context length in tokens; None for no limit."""
 
     @abstractmethod
     def make_cache(self, target: TargetSession, length: int, count: int) -> KVCache:
-        """Keys and values for texts of so many tokens, in as many slots as `count` says."""
+        """A K/V cache for `count` slots with texts of up to `length` tokens."""
 
     @abstractmethod
     def absorb(self, sessions: Sequence[Any], sizes: Sequence[int], members: range) -> None:
-        """Runs the first rows that wait in some sessions, with the target's states, for good.
+        """Runs the first pending rows of some sessions on the target's states. The rows become final.
 
         Args:
-            sessions: In the order of their slots.
-            sizes: How many rows of each, at least 1.
+            sessions: The sessions, ordered by slot number.
+            sizes: Rows per session, at least 1.
             members: The slots that run.
         """
 
     @abstractmethod
     def draft(self, sessions: Sequence[Any], tokens: Sequence[int], k: Sequence[int], members: range) -> list[Proposal]:
-        """Drafts for sessions that have no rows waiting, whose samplers are of one kind.
+        """Drafts for sessions without pending rows, whose samplers are of one kind.
 
         Args:
-            sessions: In the order of their slots.
-            tokens: The last committed one of each.
-            k: Tokens that each wants, at least 1.
+            sessions: The sessions, ordered by slot number.
+            tokens: The last committed token of each session.
+            k: Tokens to draft per session, at least 1.
             members: The slots that run.
         """
 
     @property
     @abstractmethod
     def rows(self) -> int:
-        """Rows of a text in the widest forward of `draft`."""
+        """Rows per text in the widest forward of `draft`."""
 
     def limit(self, max_length: int) -> int:
-        """Positions that it can hold of a text."""
+        """Most positions of a text, limited by the drafter's context."""
         return max_length if self.block_size is None else min(max_length, self.block_size)
 
     def pool(self, target: TargetSession) -> Pool:
-        """What is kept for all slots of the engine that a text runs in; made for the first of its texts."""
+        """The drafter's data for all slots of the target's engine; allocated at the first call."""
         if self not in target.shared:
             cache = self.make_cache(target, self.limit(target.max_length), target.whole.shape[0])
             target.shared[self] = Pool(cache)
@@ -297,8 +297,10 @@ class TappedDrafter(Drafter):
     def propose_batch(
         self, sessions: Sequence[DraftSession], tokens: Sequence[int], input_pos: Sequence[int], k: Sequence[int]
     ) -> list[Proposal]:
-        """Drafts for all texts in one forward a step, but for those that depend on the drafts' bits: alone and in a
-        batch these must have the same, so they are drafted one by one."""
+        """Drafts for all texts in one forward per step.
+
+        Texts that depend on the drafts' bits are drafted one by one, so that the bits do not depend on the batch.
+        """
         own = [session for session in sessions if isinstance(session, TappedSession)]
         found = [Proposal(torch.empty(0, dtype=torch.int64, device=session.device)) for session in own]
         wanted = [min(most, self.max_k, each.limit - place) for each, place, most in zip(own, input_pos, k)]
@@ -333,17 +335,17 @@ class TappedDrafter(Drafter):
 class TappedSession(DraftSession):
     """One text of a `TappedDrafter`, see `drafters.DraftSession`.
 
-    Keys and values that stand for good come from the target's states only. What drafts write stands after them and is
-    overwritten, so there is nothing to undo.
+    Final keys and values come only from the target's states. Drafts write after them and are overwritten later, so
+    rejected drafts need no cleanup.
 
     Attributes:
         target: The text's target session.
-        device: Of the target.
-        number: Of the slot.
-        sampler: The text's.
-        limit: Positions that the drafter can hold of the text.
-        pending: What was told and has not run.
-        filled: Rows that have run for good.
+        device: Device of the target.
+        number: Number of the slot.
+        sampler: The text's sampler.
+        limit: Most positions of the text, limited by the drafter's context.
+        pending: Committed rows that have not run yet.
+        filled: Number of final rows.
     """
 
     def __init__(self, drafter: TappedDrafter, target: TargetSession, max_length: int, sampler: Sampler) -> None:
@@ -355,7 +357,7 @@ class TappedSession(DraftSession):
         self.limit = drafter.limit(max_length)
         self.pending = Pending()
         self.filled = 0
-        self._told = 0  # tokens
+        self._told = 0  # committed tokens
         self._open = False
 
     @property
@@ -364,15 +366,15 @@ class TappedSession(DraftSession):
         return self.drafter.pool(self.target)
 
     def check(self, input_pos: int) -> None:
-        """Refuses to draft after a position that is not the last one told.
+        """Checks that `input_pos` is the position of the last committed token.
 
         Raises:
-            ValueError: It is another.
+            ValueError: It is not.
         """
         if input_pos != self._told - 1:
             raise ValueError(
-                f"a session that was told {self._told} tokens cannot draft after position {input_pos}; commit must "
-                "come first."
+                f"a session with {self._told} committed tokens cannot draft after position {input_pos}; call commit "
+                "first."
             )
 
     @torch.inference_mode()
@@ -389,31 +391,31 @@ class TappedSession(DraftSession):
         return held
 
     def take_up(self, tokens: list[int], carried: Any) -> None:
-        """Goes on after these tokens, whole chunks of a prompt, with what `carry` gave there."""
+        """Resumes after these tokens (whole chunks of a prompt), with the value that `carry` returned there."""
 
     def carry(self) -> Any:
-        """What must be known after a chunk of a prompt beside keys and values; not written to any more."""
+        """State to store after a chunk of a prompt, in addition to keys and values; it must not change later."""
 
     @torch.inference_mode()
     def commit(self, tokens: Sequence[int], input_pos: int, hidden: Tensor | None = None) -> None:
-        """Takes states; they run in whole chunks, and what is left when drafts are wanted.
+        """Adds tokens and states. Whole chunks run at once, the rest before the next drafts.
 
         Raises:
-            ValueError: States are missing; without them every later draft would be wrong.
+            ValueError: States are missing, or a position was skipped or repeated.
         """
         if hidden is None:
-            raise ValueError("commit was given no states; a drafter with taps must be told them.")
+            raise ValueError("commit needs the target's states for a drafter with taps, got None.")
         if input_pos != self._told:
             raise ValueError(
                 f"commit was given the tokens from position {input_pos} on, but the next one is {self._told}; a "
-                "drafter with taps must be told every committed position once, in order."
+                "drafter with taps needs every committed position once, in order."
             )
         if not self._open:
             self.pool.open(self.number)
             self._open = True
         pool, end = self.pool, input_pos + len(tokens)
         kept = pool.prompts[self.number]
-        # Of a prompt, whole chunks; a round's states have other bits, and are not kept.
+        # Only whole chunks of a prompt are stored for reuse; the states of a round have other bits.
         keeps = input_pos == len(kept) and len(tokens) >= CHUNK
         self.pending.add(list(tokens)[: max(0, self.limit - input_pos)], input_pos, hidden)
         self._told = end
@@ -429,32 +431,32 @@ class TappedSession(DraftSession):
         return self.drafter.propose_batch([self], [token], [input_pos], [k])[0]
 
     def absorb(self, size: int) -> None:
-        """Runs the first rows that wait, by themselves."""
+        """Runs the first pending rows of this session alone."""
         self.drafter.absorb([self], [size], range(self.number, self.number + 1))
 
 
 def places_of(cache: KVCache, members: range, places: Mapping[int, int], rows: int) -> Places:
-    """Where rows begin in neighbouring slots.
+    """The positions at which rows begin in neighbouring slots.
 
     Args:
-        cache: Of these slots.
-        members: Their numbers.
-        places: By slot; a slot without one runs along in the last places of its buffer, where no text ever stands.
-        rows: How many rows run from there on, in all.
+        cache: Cache of these slots.
+        members: Numbers of the slots.
+        places: Positions by slot. Other slots are idle and write to the end of their buffer, which no text uses.
+        rows: Total number of rows written from there on.
     """
     longest = max(places.values())
-    if len(members) == 1:  # a number that is on the device already
+    if len(members) == 1:  # a view, which avoids a copy to the device
         return Places(cache.slots[longest : longest + 1], longest)
     idle = cache.size - rows
     return Places(torch.tensor([places.get(n, idle) for n in members], device=cache.slots.device), longest)
 
 
 def padded(rows: Sequence[Tensor], numbers: Sequence[int], members: range) -> Tensor:
-    """Rows of some slots as blocks of one width, zeros where there are none: `(N * W, C)`.
+    """Pads the rows of some slots with zeros to blocks of one width: `(N * W, C)`.
 
     Args:
-        rows: Of each, `(n, C)`.
-        numbers: Their slots.
+        rows: Rows of each slot, `(n, C)`.
+        numbers: Numbers of these slots.
         members: The slots that run.
     """
     if len(members) == 1:
@@ -469,7 +471,7 @@ def padded(rows: Sequence[Tensor], numbers: Sequence[int], members: range) -> Te
 def padded_tokens(
     tokens: Sequence[Sequence[int]], numbers: Sequence[int], members: range, device: torch.device
 ) -> Tensor:
-    """The same for token ids, `(N * W,)`."""
+    """Like `padded`, for token ids: `(N * W,)`."""
     width = max(map(len, tokens))
     blocks = [[0] * width for _ in members]
     for number, own in zip(numbers, tokens):
@@ -478,13 +480,13 @@ def padded_tokens(
 
 
 def inputs_of(sessions: Sequence[TappedSession], members: range, places: Sequence[int], k: int) -> Inputs:
-    """What the draws of some texts depend on, with a copy of one text's for each idle slot.
+    """Sampler inputs of some texts; idle slots get a copy of one text's inputs.
 
     Args:
-        sessions: The texts'.
+        sessions: Sessions of the texts.
         members: The slots that run.
         places: Position of each text's first draft.
-        k: How many are drawn.
+        k: Drafts per text.
     """
     own = {each.number: each.sampler.inputs(each.device, place, k) for each, place in zip(sessions, places)}
     return Inputs.stacked([own.get(number, own[sessions[0].number]) for number in members])
@@ -501,12 +503,12 @@ def draw_chain(
     """Draws tokens one after the other.
 
     Args:
-        sessions: The texts'; their samplers are of one kind.
+        sessions: Sessions of the texts; their samplers are of one kind.
         members: The slots that run.
-        inputs: Of all draws, see `inputs_of`.
-        logits: Of the first token of each slot, `(N, V)`.
-        step: Given the i-th token of each, `(N,)`, and i, the logits of the next.
-        k: How many tokens each text wants.
+        inputs: Sampler inputs of all draws, see `inputs_of`.
+        logits: Logits of each slot's first token, `(N, V)`.
+        step: Given the i-th token of each slot, `(N,)`, and i, returns the logits of the next token.
+        k: Tokens to draft per text.
     """
     sampler = sessions[0].sampler
     drawn = [sampler.draw(logits, inputs.row(0))]
@@ -520,6 +522,6 @@ def draw_chain(
 
 
 def cache_bytes(layers: Layers, length: int) -> int:
-    """Bytes of the keys and values of a text of so many tokens."""
+    """Bytes of the keys and values of a text with `length` tokens."""
     shapes = [block.attn.cache_shape(1, kv_bucket(length)) for block in layers.transformer.h]
     return sum(2 * math.prod(shape) for shape in shapes) * embedding_of(layers).weight.element_size()

@@ -1,1 +1,1 @@
-"""Many texts at once over one target: see `litspec.reference` for the algorithm, `engine.engine` for the loop."""
+"""Runs many texts at once on one target: see `litspec.reference` for the algorithm, `engine.engine` for the loop."""

@@ -1,4 +1,4 @@
-"""How many texts to run at the same time: as many as memory holds, and as still pay."""
+"""How many texts to run at the same time: limited by memory, and by the point where more texts gain no speed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from litspec.sampling import Greedy, Sampling
 if TYPE_CHECKING:
     from litspec.drafters.base import Drafter
 
-# Share of the free memory that texts may take: on a CPU others live there too.
+# Share of the free memory that texts may take. Main memory is shared with other processes.
 CPU_SHARE, GPU_SHARE = 0.5, 0.9
-# Texts at the same time are tried in powers of two up to here, and no longer than so many seconds.
+# Batch sizes are tried in powers of two, up to this size and for at most this many seconds.
 MOST_SLOTS, SECONDS = 64, 5.0
-# Of each id of each row while tokens are drawn from all ids: probabilities of target and draft, and what is left over.
+# Per id and row, when tokens are drawn from all ids: probabilities of target and draft, and the residual distribution.
 DENSE_BYTES = 24
-# A number of texts is good enough where a text costs so much of what it does with the best number.
+# A batch size is good enough if the cost per text is at most this factor times the lowest.
 GOOD_ENOUGH = 1.05
 
 
@@ -34,9 +34,9 @@ def cache_bytes(model: GPT, slots: int, positions: int) -> Counter[torch.device]
     """Bytes of the keys and values of some slots, by device.
 
     Args:
-        model: Whose they are.
-        slots: How many.
-        positions: Of each, those that rejected proposals need included.
+        model: The model.
+        slots: Number of slots.
+        positions: Positions per slot, including those for rejected proposals.
     """
     size, found = kv_bucket(positions), Counter[torch.device]()
     itemsize = model.transformer.wte.weight.element_size()
@@ -49,15 +49,15 @@ def cache_bytes(model: GPT, slots: int, positions: int) -> Counter[torch.device]
 def memory(
     placed: Placed, drafter: Drafter | None, slots: int, max_length: int, *, dense: bool = True
 ) -> Counter[torch.device]:
-    """Bytes that some texts take beside the weights, by device: keys and values, and the largest of their forwards.
+    """Bytes that some texts need in addition to the weights, by device: keys and values, and the largest forward.
 
     Args:
         placed: The target.
-        drafter: Who drafts.
+        drafter: The drafter; None for plain decoding.
         slots: Texts at the same time.
-        max_length: Tokens of the longest.
-        dense: Whether tokens are drawn from all ids, so that probabilities of all of them are held; else the most
-            likely token is taken, or one of the `top_k`.
+        max_length: Tokens of the longest text.
+        dense: Whether tokens are drawn from all ids, so that the probabilities of all ids are stored. Otherwise
+            sampling is greedy or uses `top_k`.
     """
     model, config = placed.model, placed.model.config
     width = placed.verify_width
@@ -67,9 +67,9 @@ def memory(
     rows = slots * width
     per_id = itemsize + (DENSE_BYTES if dense else 4 * (itemsize < 4))
     verifying = rows * (vocab_size * per_id + 3 * wide * itemsize)
-    found[placed.device] += slots * vocab_size * itemsize  # what followed each prompt
+    found[placed.device] += slots * vocab_size * itemsize  # logits after each prompt
     chunk = min(PREFILL_CHUNK, max_length)
-    # Two widths of the MLP at once, the residual stream, queries, keys and values; a mask, and what it is made of.
+    # Two MLP activations, the residual stream, queries, keys and values; the attention mask and its intermediates.
     reading = chunk * (2 * wide + 6 * config.n_embd) * itemsize + chunk * kv_bucket(max_length) * (itemsize + 2)
     found[placed.device] += max(verifying, reading)
     if drafter is not None:
@@ -78,7 +78,7 @@ def memory(
 
 
 def slots_that_fit(placed: Placed, drafter: Drafter | None, max_length: int) -> int:
-    """The most texts of so many tokens that the free memory holds, at least 1."""
+    """The most texts of `max_length` tokens that fit in the free memory, at least 1."""
     free = {device: _free_bytes(device) for device in memory(placed, drafter, 1, max_length)}
 
     def fits(slots: int) -> bool:
@@ -94,14 +94,14 @@ def slots_that_fit(placed: Placed, drafter: Drafter | None, max_length: int) -> 
 
 
 def slots_that_pay(placed: Placed, most: int = MOST_SLOTS) -> int:
-    """Texts at the same time at which one costs next to the least, measured with verifications of middling width.
+    """The smallest batch size with nearly the lowest cost per text, measured with verifications of medium width.
 
     Args:
         placed: The target.
-        most: No more are tried.
+        most: Largest batch size to try.
     """
     if placed.runner.compiles and is_dataclass(placed):
-        placed = replace(placed, runner=Runner())  # each number of texts would be a graph
+        placed = replace(placed, runner=Runner())  # each batch size would need a graph
     target = Slots(placed, 1, 64).sessions[0]
     rows = target.rows_for(target.verify_width // 2)
     prompt = [i * 7919 % placed.model.config.padded_vocab_size for i in range(16)]
@@ -114,11 +114,11 @@ def slots_that_pay(placed: Placed, most: int = MOST_SLOTS) -> int:
             start = time.perf_counter()
             trial.verify(rows)
             seconds.append(time.perf_counter() - start)
-        # Ranks that make texts together go on or stop together, so one clock counts.
+        # Ranks that generate texts together must take the same decision, so all use one rank's clock.
         shortest, taken = (placed.share_int(int(1e9 * value)) / 1e9 for value in (min(seconds), sum(seconds)))
         each[count], spent = shortest / count, spent + taken
         if count > 2 and each[count] > each[count // 2] * 0.98 > each[count // 4] * 0.96:
-            break  # twice as many, and again, gained nothing
+            break  # doubling twice gained nothing
         count *= 2
     return min(count for count, seconds in each.items() if seconds <= GOOD_ENOUGH * min(each.values()))
 
@@ -131,7 +131,7 @@ def _free_bytes(device: torch.device) -> float:
 
 
 def _free_memory() -> int:
-    """Bytes of main memory that are free, or could be at once."""
+    """Bytes of main memory that are free or can be reclaimed."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             lines = dict(line.split(":", 1) for line in file)

@@ -1,4 +1,4 @@
-"""What a draft and a verification cost on this machine: measured once, or computed from a cost model."""
+"""The cost of a draft and of a verification on this machine: measured once, or computed from a cost model."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Machine:
-    """A kind of device, as rough figures that do not change from run to run.
+    """Cost model of a kind of device: rough constants, equal in every run.
 
     Attributes:
-        layer: Seconds of a layer beside the reading of its weights.
+        layer: Seconds per layer, without reading its weights.
         byte: Seconds to read a byte of weights.
-        row: What each further row adds to the reading, as a share of it.
+        row: Cost of each additional row, as a fraction of the time to read the weights.
         token: Seconds to choose a token.
     """
 
@@ -44,18 +44,19 @@ class Machine:
 
 
 CPU = Machine(layer=2.4e-4, byte=4.5e-11, row=0.12, token=2e-4)
-# Half the bytes in bf16, of which products of a few rows cost the same as one.
+# For 16-bit weights: a byte costs more, but a product of a few rows costs about the same as one row.
 CPU_16 = Machine(layer=3e-4, byte=6e-11, row=0.02, token=2.4e-4)
 GPU = Machine(layer=1e-4, byte=1e-12, row=0.0, token=1e-4)
 
 
 def modelled(placed: Placed, drafter: Drafter, most: int) -> RoundCosts:
-    """Costs from bytes and layers. They depend on the models and the kind of device alone, not on where the models are
-    placed, nor on what rows were found to have equal bits there.
+    """Costs computed from bytes and layers.
+
+    They depend only on the models and the kind of device. The placement and the measured row counts do not change them.
 
     Args:
         placed: The target.
-        drafter: Who drafts.
+        drafter: The drafter.
         most: Largest k.
     """
     machine = GPU
@@ -75,15 +76,15 @@ def modelled(placed: Placed, drafter: Drafter, most: int) -> RoundCosts:
 
 
 class Trial:
-    """Texts whose rounds can be run repeatedly, part by part, for timing. Each part ends with a read to the host.
+    """Texts whose drafts and verifications can be run repeatedly for timing. Each run ends with a read to the host.
 
     Args:
-        slots: Of the target; they hold no other text.
-        drafter: The drafter; None without one.
+        slots: Slots of the target; they hold no other text.
+        drafter: The drafter; None for plain decoding.
         sampler: How tokens are chosen.
         prompt: Token ids of the texts so far, at least two.
-        sizes: Numbers of proposals that will be drafted.
-        count: Texts, in the first slots.
+        sizes: Proposal lengths that will be drafted.
+        count: Number of texts; they use the first slots.
     """
 
     def __init__(
@@ -106,13 +107,13 @@ class Trial:
                 text = Text(len(prompt) - 1, slots.max_length, StopTokens())
                 slot = Slot(text, target, drafter, draft, sampler, choose_k)
                 prepare(slot, slots)
-                # A token of the target's own, not the prompt's last: the drafter has been told of it.
+                # The first token is the target's. The drafter receives it too, unlike the prompt's last token.
                 text.commit(slot.prefill(prompt[:-1], slots, None)[1] or [])
                 self._texts.append(slot)
 
     @torch.inference_mode()
     def verify(self, rows: int) -> None:
-        """Verifies a full proposal of each text in so many rows."""
+        """Verifies a proposal of `rows - 1` tokens for each text."""
         device = self._slots.placed.device
         tokens = torch.tensor((self._prompt * rows)[: rows - 1], dtype=torch.int64, device=device)
         self._slots.placed.runner.begin_round()
@@ -120,7 +121,7 @@ class Trial:
 
     @torch.inference_mode()
     def draft(self, k: int) -> None:
-        """Has k tokens proposed for each text."""
+        """Proposes k tokens for each text."""
         self._slots.placed.runner.begin_round()
         for slot in self._texts:
             slot.speculative_k = k
@@ -135,18 +136,18 @@ class Trial:
             slot.target.forget()
 
 
-# Turns in which each part is timed; the shortest time of each counts, since what disturbs makes it longer.
+# Repetitions of each measurement. The shortest time is used, since disturbances only make it longer.
 TURNS = 5
 # Turns in which steps with one and with all threads are timed.
 THREAD_TURNS = 3
 
 
 def timed(slots: Slots, drafter: Drafter, most: int, sampler: Sampler, count: int = 1) -> RoundCosts:
-    """Costs measured in turns on made-up texts, in slots that hold no text.
+    """Costs measured on artificial texts, with drafts and verifications interleaved.
 
     Args:
-        slots: Of the target.
-        drafter: Who drafts.
+        slots: Slots of the target; they hold no text.
+        drafter: The drafter.
         most: Largest k.
         sampler: How tokens are chosen.
         count: Texts in a round.
@@ -155,7 +156,7 @@ def timed(slots: Slots, drafter: Drafter, most: int, sampler: Sampler, count: in
     size = max(2, min(16, slots.max_length - most - 2))
     prompt = [i * 7919 % target.config.padded_vocab_size for i in range(size)]
     widths = sorted({target.rows_for(k) for k in range(most + 1)})
-    if len(widths) > 4:  # the others lie between
+    if len(widths) > 4:  # the others are interpolated
         widths = [widths[0], widths[1], widths[len(widths) // 2], widths[-1]]
     ks = sorted({1, most}) if drafter.cost(1).layers else []
     trial = Trial(slots, drafter if ks else None, sampler, prompt, ks, count)
@@ -178,7 +179,7 @@ def timed(slots: Slots, drafter: Drafter, most: int, sampler: Sampler, count: in
 
 
 def _between(points: Sequence[tuple[int, float]]) -> Callable[[int], float]:
-    """A function through some points, straight between them."""
+    """Linear interpolation between some points."""
 
     def at(x: int) -> float:
         for (x0, y0), (x1, y1) in itertools.pairwise(points):

@@ -1,4 +1,4 @@
-"""Many texts over one target: add, step, cancel."""
+"""The engine: runs many texts on one target. Texts are added, stepped and cancelled."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Request:
     Attributes:
         prompt: Token ids, at least one.
         max_length: Most tokens of prompt and completion together.
-        stop: Tells where the text ends.
+        stop: Detects where the text ends.
         sampler: Chooses its tokens.
         choose_k: Chooses the k of each round.
         grammar: The grammar that the text must match; None for no constraint. `sampler` and `stop` use it too.
@@ -54,7 +54,7 @@ class Engine:
     they are overwritten.
 
     Attributes:
-        drafter, stop_ids: For texts that do not have a slot yet, see below.
+        drafter, stop_ids: For texts that get a slot from now on, see below.
 
     Args:
         placed: The target.
@@ -113,14 +113,14 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> dict[int, Block | InputError]:
-        """Lets every text go on by a block: its first token where its prompt has just been read, else those of a round.
+        """Advances every running text by one block: the first token after a prompt, else the tokens of a round.
 
-        While texts run, prompts of others are read: short ones in the same forward, long ones in chunks, one or so in
-        each step.
+        Prompts of other texts are read at the same time. Short prompts are read in the same forward, long ones in
+        chunks, about one chunk per step.
 
         Returns:
-            By handle the block, or why the text cannot go on; of one text at least, if there is any. A text that has
-            ended, either way, has left its slot.
+            By handle: the block, or the error that ended the text. At least one entry, if there is any text. A text
+            that has ended or failed no longer has a slot.
         """
         results = self._step()
         while not results and self._running:
@@ -128,13 +128,13 @@ class Engine:
         return results
 
     def _step(self) -> dict[int, Block | InputError]:
-        """`step`, in which perhaps no text gets on, as prompts are still being read."""
+        """Like `step`, but the result may be empty while prompts are being read."""
         self.prepare()
         results: dict[int, Block | InputError] = dict(self._failed)
         self._failed.clear()
         texts = dict(sorted(self._running.items()))
         running = [slot for _, _, slot in texts.values() if slot.text.started]
-        # Texts that run wait for a chunk of other prompts, but not longer.
+        # Running texts wait for at most one chunk of other prompts.
         budget = PREFILL_CHUNK if running else None
         for handle, request, slot in texts.values():
             if not slot.text.started:
@@ -170,11 +170,11 @@ class Engine:
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Gives free slots to texts that wait, and builds compiled steps for them; else that is a part of `step`."""
+        """Gives free slots to waiting texts and builds the compiled steps they need. `step` calls this."""
         while self._waiting and len(self._running) < self.slots:
             handle, request = self._waiting.popleft()
             free = [i for i in range(self.slots) if i not in self._running]
-            # Where most of the prompt has been read already; of equals, the first.
+            # The slot whose cache holds the longest prefix of the prompt; the first one in a tie.
             prompt, taps = list(request.prompt), () if self.drafter is None else self.drafter.taps
             number = max(free, key=lambda i: (self._cache.sessions[i].holds(prompt, taps), -i))
             try:
@@ -187,15 +187,15 @@ class Engine:
                     self._end(*self._running[number][1:])
 
     def reserve(self) -> None:
-        """Makes room for what the drafter keeps, before the first text."""
+        """Allocates what the drafter keeps for all texts, before the first text."""
         if self.drafter is not None:
             self.drafter.reserve(self._cache.sessions[0])
 
     def time_rounds(self, drafter: Drafter, most: int, sampler: Sampler, count: int = 1) -> RoundCosts:
-        """Measures what rounds cost, while no text runs.
+        """Measures the cost of rounds. No text may be running.
 
         Args:
-            drafter: Who drafts.
+            drafter: The drafter.
             most: Largest k.
             sampler: How tokens are chosen.
             count: Texts in a round, at most `slots`.
@@ -203,7 +203,7 @@ class Engine:
         return timed(self._cache, drafter, most, sampler, count)
 
     def _open(self, request: Request, number: int) -> Slot:
-        """A text in a slot, of which nothing has been read."""
+        """Puts a text into a slot; nothing of its prompt has been read."""
         target, drafter = self._cache.sessions[number], self.drafter
         target.stop_ids = self.stop_ids
         text = Text(len(request.prompt), request.max_length, request.stop)

@@ -1,12 +1,14 @@
-"""Which numbers of rows give the same bits: measured with a loaded model's own layers, on the device where they are.
+"""Which row counts give the same bits: measured with the loaded model's own layers, on their device.
 
 A product of two rows and one of eight may sum in another order, and then a row's logits differ in the last bits. Which
-numbers agree depends on the processor, the shapes, the layout of the weights and the number of threads, so it is tried
-and never assumed. Kernels are chosen by shape, so random tokens over random keys show most of what a text would, but
-not what is rare: in bfloat16 one row differed at 45 of 760 positions of a real text and at none of a few random ones.
-Attention of one row runs other kernels than that of more (`model.attention.folded_rows`), so 1 is a class of its own.
+row counts agree depends on the processor, the shapes, the layout of the weights and the number of threads. So it is
+measured and never assumed. Kernels are chosen by shape, so random tokens and random keys show most differences that a
+text would show. Rare differences are missed: in bfloat16 one row differed at 45 of 760 positions of a real text and at
+none of a few random ones. Attention over one row uses different kernels (`model.attention.folded_rows`), so 1 is a
+class of its own.
 
-Numbers that agree with each other are a *class*. Within its class a forward may have as few rows as a round needs.
+Row counts that agree with each other are a *class*. A forward may have any row count of the class, so a round uses the
+smallest that it needs.
 """
 
 from __future__ import annotations
@@ -21,45 +23,45 @@ from litspec.errors import InputError
 from litspec.model import GPT, KVCache
 from litspec.model.gpt import Block
 
-# Blocks are tried across these borders between K/V buckets: after the first, sums over keys may get longer; after
+# Blocks are tried across these borders between K/V buckets. After each border, sums over keys may get longer; after
 # 512 the CPU's fused attention works in several chunks.
 BORDERS = (64, 128, 256, 512, 1024)
-# What values in the cache are multiplied by, where their type can hold it; see `_Trial`.
+# Factor for the values in the cache, where their type can hold it; see `_Trial`.
 LOUD = 2.0**22
-# So many numbers are tried where rows feel their places.
+# Row counts tried, from `most` up, if the result of a row depends on its place in the block.
 MORE = 8
-# Where the texts of a batch are tried: one in each of the first buckets, and one after the first chunk of 512.
+# Positions of the texts in a trial batch: one in each of the first buckets, and one after the first chunk of 512.
 SHORT, LONG = (4, 60, 100), (4, 60, 300, 532)
 
 
 def distinct_blocks(model: GPT) -> int:
-    """How many leading blocks of the model hold one of every kind of layer: the rest repeats shapes seen before."""
+    """How many leading blocks of the model contain every kind of block; later blocks repeat their shapes."""
     kinds = [_kind(block) for block in model.transformer.h]
     return max(kinds.index(kind) for kind in kinds) + 1
 
 
 @torch.inference_mode()
 def find_rows(model: GPT, most: int, *, borders: Sequence[int] = BORDERS) -> tuple[int, ...]:
-    """The numbers of rows whose results are those of `most` rows, to the bit.
+    """The row counts whose results equal those of `most` rows to the bit.
 
-    On some machines the result of a row depends on its place in a block of `most` rows. Then the next larger number
-    without this dependence is used instead. For example, five rows do not work if products run in pieces of four rows.
+    On some machines the result of a row depends on its place in a block of `most` rows. Then the next larger row count
+    without this dependence is used instead. For example, five rows do not work if products run in tiles of four rows.
 
-    Each smaller number is compared at both ends of the block of `most` rows: the keys and values written, the residual
-    stream, and, at the first border, the logits. Costs about 2 * most * (len(borders) + 1) forwards of
+    Each smaller row count is compared at both ends of the block of `most` rows: the keys and values written, the
+    residual stream, and, at the first border, the logits. Costs about 2 * most * (len(borders) + 1) forwards of
     `distinct_blocks` layers, and 2 * most of the head.
 
     Args:
-        model: Loaded and placed, its layers laid out as they will run; eager. Where it is cut across ranks, all of them
-            call this with the same arguments, and keep the numbers that every one of them found.
+        model: Loaded and placed, with the weights in their final layout; eager. If it is sharded, all ranks call this
+            with the same arguments, and use the row counts that every rank found.
         most: The most rows of a forward, at least 1.
         borders: K/V lengths across which blocks are tried; those beyond the model's context are left out.
 
     Returns:
-        Numbers in rising order; the last is `most`, or a few more.
+        Row counts in rising order; the last is `most` or slightly more.
 
     Raises:
-        InputError: `most` is less than 1, or the model cannot hold a text of so many tokens.
+        InputError: `most` is less than 1, or the model's context is shorter than `most`.
     """
     if most < 1:
         raise InputError(f"The most rows of a forward must be at least 1, got {most}.")
@@ -67,7 +69,7 @@ def find_rows(model: GPT, most: int, *, borders: Sequence[int] = BORDERS) -> tup
         trial = _Trial(model, min(model.config.block_size, max(borders, default=0) + size + 1), width=size + 1)
         inside = [border for border in borders if border + size < trial.cache.max_seq_length]
         first = [0, *((border - size // 2) // 4 * 4 for border in inside)]
-        # The one with logits is the first across a border, where there is one.
+        # Logits are compared at the first position across a border, if there is one.
         with_logits = first[1] if len(first) > 1 else 0
         if all(trial.keeps_place(position, size, position == with_logits) for position in first):
             break
@@ -80,7 +82,7 @@ def find_rows(model: GPT, most: int, *, borders: Sequence[int] = BORDERS) -> tup
             for skip in sorted({0, most - n}):
                 if not trial.run([position + skip], n, logits).equals(want.part(skip, n)):
                     found.discard(n)
-                    trial.run([position], most, logits)  # what stands in the cache is again what it was
+                    trial.run([position], most, logits)  # restores the cache
                     break
     return (*sorted(found), most)
 
@@ -110,7 +112,7 @@ def class_limit(model: GPT, rows: Sequence[int], at_least: int) -> int:
             positions = [p for p in (LONG if n == most else SHORT) if p + n <= model.config.block_size]
             trial = _Trial(model, positions[-1] + n, width=most, batch_size=total // n)
             first = [positions[b % len(positions)] for b in range(total // n)]
-            # The longest comes last, so that a text before it feels its neighbour where it feels any.
+            # The longest text comes last, so that shorter texts are read with a longer K/V bucket.
             together = trial.run(first, n, logits=n == most)
             for b, position in enumerate(first[: len(positions)]):
                 alone = trial.run([position], n, logits=n == most, at=b)
@@ -121,7 +123,7 @@ def class_limit(model: GPT, rows: Sequence[int], at_least: int) -> int:
 
 
 class _Seen(NamedTuple):
-    """What rows came to, each `(N, ...)`: logits or the residual stream, and the keys and values of every layer."""
+    """Results of N rows, each `(N, ...)`: logits if asked for, the residual stream, keys and values of every layer."""
 
     results: list[Tensor]
 
@@ -133,11 +135,11 @@ class _Seen(NamedTuple):
 
 
 class _Trial:
-    """Random texts over a cache of random keys and values, in the leading blocks alone.
+    """Random texts over a cache of random keys and values, run through the leading blocks only.
 
-    Attention adds up in float32. In bf16 the result is rounded so much more that another order of summing would show in
-    one number of many thousands. So of four keys the last two are the first two again, with large opposite values: what
-    is left of them is what the sum lost by rounding, and another order leaves something else.
+    Attention sums in float32. Rounding the result to bf16 would hide almost every change in the order of summation. So
+    of each four keys the last two repeat the first two, with large opposite values. They cancel except for the rounding
+    error of the sum, which depends on its order.
 
     All sequences of a batch hold the same text, so that a row at a position has one right result.
     """
@@ -160,12 +162,12 @@ class _Trial:
         self.text = torch.randint(model.config.vocab_size, (self.cache.size,), generator=generator).to(device)
 
     def keeps_place(self, position: int, n: int, logits: bool) -> bool:
-        """Whether rows come to the same in blocks of n that begin one row apart."""
+        """Whether rows have equal results in two blocks of n that begin one row apart."""
         here, next_one = self.run([position], n, logits), self.run([position + 1], n, logits)
         return here.part(1, n - 1).equals(next_one.part(0, n - 1))
 
     def run(self, first: Sequence[int], n: int, logits: bool, at: int = 0) -> _Seen:
-        """Runs n rows of the text from each position on, in the cache's sequences from `at` on."""
+        """Runs n rows of the text from each position in `first`, in the cache's sequences from `at` on."""
         cache = self.cache.sequences(at, at + len(first))
         input_pos = torch.tensor(first, device=cache.slots.device)
         places = input_pos[:, None] + cache.slots[:n]
@@ -186,7 +188,7 @@ class _Trial:
 
 
 def _kind(block: Block) -> tuple[object, ...]:
-    """What decides which kernels a block runs."""
+    """The properties that determine which kernels a block runs."""
     modules = tuple((name, type(module).__name__) for name, module in block.named_modules())
     weights = tuple((name, p.shape, p.dtype, p.layout, _strides(p)) for name, p in block.named_parameters())
     return block.attn.window, block.attn.softcap, modules, weights

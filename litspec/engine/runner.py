@@ -1,8 +1,8 @@
-"""What runs steps: as they are, or as compiled graphs. No other file knows `torch.compile`.
+"""Runners of steps: eager, or as compiled graphs. Only this file uses `torch.compile`.
 
 A step is a function of tensors with fixed shapes: one forward with the choice of tokens, or several drafts in a row.
-Nothing in it is read to the host and nothing belongs to one text. So the same function runs in both ways, and a name
-says which graph it needs: the rows, the K/V bucket, the sampling settings. On a GPU graphs are recorded as CUDA graphs.
+It reads nothing to the host and depends on no single text, so the same function runs eagerly and compiled. A key
+identifies the graph: the rows, the K/V bucket, the sampling settings. On a GPU, graphs are recorded as CUDA graphs.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from litspec.model import GPT, KVCache
 
 
 class Runner:
-    """Runs steps as they are.
+    """Runs steps eagerly.
 
     Attributes:
-        compiles: Whether steps run as graphs, so that shapes are fixed and few.
-        seconds: What building graphs took.
+        compiles: Whether steps run as graphs, which need few and fixed shapes.
+        seconds: Time spent on building graphs.
         notify: Called before a graph is built.
     """
 
@@ -35,35 +35,35 @@ class Runner:
         self.notify: Callable[[], None] = lambda: None
 
     def __len__(self) -> int:
-        """How many graphs there are."""
+        """Number of graphs built."""
         return 0
 
     def __contains__(self, key: Hashable) -> bool:
-        """Whether a step of that name runs without building anything."""
+        """Whether the step with this key runs without building a graph."""
         return True
 
     def begin_round(self) -> None:
         """Called when the results of the last round are no longer needed."""
 
     def make_cache(self, model: GPT, max_length: int, *, width: int, batch_size: int = 1) -> KVCache:
-        """Keys and values for steps that this runs, see `GPT.make_cache`."""
+        """A K/V cache for the steps of this runner, see `GPT.make_cache`."""
         return model.make_cache(max_length, width=width, batch_size=batch_size)
 
     def rows(self, found: Sequence[int]) -> tuple[int, ...]:
-        """The numbers of rows to run, of those that have equal bits; the last is the largest."""
+        """The row counts to use, out of those with equal bits; the last is the largest."""
         return tuple(found)
 
     def pieces(self, sizes: Sequence[int], n_layer: int) -> tuple[int, ...]:
-        """Numbers of drafts to build steps for, so that proposals of these sizes run in few of them.
+        """Drafts per step, for the steps to build, so that proposals of these lengths need few steps.
 
         Args:
-            sizes: Numbers of proposals, of which every k is a sum, or falls a little short of one.
+            sizes: Proposal lengths. Every k is a sum of them, or slightly less than one.
             n_layer: Layers of a draft.
         """
         return tuple(sizes)
 
     def split(self, k: int, pieces: Sequence[int]) -> list[int]:
-        """Numbers of drafts that run in one step each, to draft at least k tokens."""
+        """Drafts per step, for each step of a proposal of at least k tokens."""
         return [k]
 
     def run(self, key: Hashable, step: Callable[..., Any], *args: Any) -> Any:
@@ -71,8 +71,8 @@ class Runner:
         return step(*args)
 
 
-# A graph takes time to build for each layer in it. Where one draft step has many layers, little can be gained by
-# several steps in a graph: the way back to Python between them, some 50 microseconds, is short beside a step.
+# The time to build a graph grows with its layers. If one draft has many layers, several drafts in one graph gain
+# little: the return to Python between them takes about 50 microseconds, much less than the draft.
 LAYERS_PER_GRAPH = 16
 
 
@@ -80,10 +80,10 @@ class CompiledRunner(Runner):
     """Runs steps as graphs, each built when it is first needed.
 
     Args:
-        device: Where they run.
+        device: The device that the steps run on.
 
     Raises:
-        InputError: Where nothing can be compiled.
+        InputError: Compiling is not possible here.
     """
 
     compiles = True
@@ -108,24 +108,24 @@ class CompiledRunner(Runner):
         model.fix_shapes()
         cache = model.make_cache(max_length, width=width, batch_size=batch_size, powers_of_two=True)
         if self.device.type == "cuda":
-            # It stays where it is: CUDA graphs need not copy it, and may write to it.
+            # The cache keeps its address, so CUDA graphs can write to it without copying.
             for tensor in cache.tensors():
-                # With a guard, the cache of the first text would become a part of the graph.
+                # With a guard, the first cache would become part of the graph.
                 torch._dynamo.mark_static_address(tensor, guard=False)
         return cache
 
     def rows(self, found: Sequence[int]) -> tuple[int, ...]:
-        # Each number would be a graph to build.
+        # Each row count would need its own graph.
         return (found[-1],)
 
     def pieces(self, sizes: Sequence[int], n_layer: int) -> tuple[int, ...]:
-        # The largest equal parts of each that fit.
+        # For each size, the largest divisor within the limit of layers.
         most = max(1, LAYERS_PER_GRAPH // n_layer)
         parts = {max(n for n in range(1, size + 1) if size % n == 0 and n <= most) for size in sizes}
         return tuple(sorted(parts, reverse=True))
 
     def split(self, k: int, pieces: Sequence[int]) -> list[int]:
-        # In falling order, and a little more than k where no piece is as small as what is left.
+        # In falling order. The total exceeds k slightly if the smallest piece is larger than the rest.
         sizes: list[int] = []
         while k > 0:
             sizes.append(max((piece for piece in pieces if piece <= k), default=min(pieces)))
@@ -133,7 +133,7 @@ class CompiledRunner(Runner):
         return sizes
 
     def run(self, key: Hashable, step: Callable[..., Any], *args: Any) -> Any:
-        """Runs the graph of that name. It is compiled from `step` if there is none yet.
+        """Runs the graph with this key. It is compiled from `step` if there is none yet.
 
         Raises:
             InputError: The compiler failed.
@@ -156,13 +156,14 @@ class CompiledRunner(Runner):
 
 def _compile(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     options: dict[str, Any] = {"triton.cudagraphs": True} if device.type == "cuda" else {"cpp_wrapper": True}
-    # The coupled sampler's hash uses each number twice, a dozen times over. What is not kept as a tensor in between,
-    # the compiler works out anew at each use; with its own limit of 30 operators seven drafts took four times as long.
+    # The coupled sampler's hash has a dozen rounds that use each value twice. The compiler recomputes values that are
+    # not stored as tensors. With its default limit of 30 operators, seven drafts took four times as long.
     options["realize_opcount_threshold"] = 8
-    # The key says all that the graph depends on; checking thousands of attributes in each call costs more than a draft.
+    # The key covers all that the graph depends on. Guards check thousands of attributes per call, which costs more
+    # than a draft.
     if (no_guards := getattr(torch.compiler, "skip_all_guards_unsafe", None)) is not None:
         options["guard_filter_fn"] = no_guards
-    # The compiler knows graphs by their code, so functions made by one definition would be tried one after the other.
+    # The compiler caches graphs by code object. A copy keeps it from searching the graphs of all other keys.
     code = function.__code__.replace()
     own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     return torch.compile(own, fullgraph=True, dynamic=False, options=options)

@@ -1,7 +1,7 @@
-"""One text: its budget, its stops, and what has been committed of it.
+"""One text: its length limit, its stops, and its committed tokens.
 
-It handles tokens and positions, not models or strings. The engine drives one for each of its slots, the drop-in
-module one for each call, so length and stops are decided in one place.
+It handles tokens and positions, not models or strings. The engine uses one `Text` per slot, the drop-in module one per
+call, so the length limit and stops are handled in one place.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Block:
         round: 0 for the prefill, then 1, 2, ...
         proposed: Proposals of this round, counted up to the end of the text.
         accepted: How many of those the target accepted.
-        finish_reason: None while the text goes on; "stop" or "length" in the last block.
-        logprobs: Of each of `tokens`, where they were asked for; else empty.
+        finish_reason: "stop" or "length" in the last block, else None.
+        logprobs: Log-probabilities of each of `tokens` if requested, else empty.
     """
 
     tokens: list[int]
@@ -50,15 +50,15 @@ class Text:
 
     Args:
         prompt_size: Tokens of the prompt.
-        max_returned_tokens: Prompt and completion together never grow beyond this.
-        stop: Tells where the text ends; sees every committed token once, in order.
+        max_returned_tokens: Most tokens of prompt and completion together.
+        stop: Detects where the text ends; receives every committed token once, in order.
     """
 
     def __init__(self, prompt_size: int, max_returned_tokens: int, stop: Stop) -> None:
         self._prompt_size = prompt_size
         self._budget = max_returned_tokens - prompt_size
         self._stop = stop
-        # Committed, but perhaps the beginning of a stop.
+        # Committed, but may be the beginning of a stop.
         self._held: list[tuple[int, bool]] = []
         self._held_logprobs: list[TokenLogprobs] = []
         self._seen = self._released = self._round = 0
@@ -77,16 +77,16 @@ class Text:
 
     @property
     def most_proposals(self) -> int:
-        """Proposals that the next round could use: it ends with a token of the target's own."""
+        """The most proposals that the next round can use; the round also adds a token of the target's own."""
         return self._budget - self._seen - 1
 
     def commit(self, tokens: list[int], proposed: int = 0, logprobs: Sequence[TokenLogprobs] = ()) -> Block:
         """Commits the tokens of a round.
 
         Args:
-            tokens: The accepted proposals, then one token of the target's own. Tokens beyond the budget are dropped.
-            proposed: Proposals that the target looked at, at least `len(tokens) - 1`.
-            logprobs: Of each of the tokens; none where they were not asked for.
+            tokens: The accepted proposals, then one token of the target's own. Tokens beyond the limit are dropped.
+            proposed: Proposals that the target verified, at least `len(tokens) - 1`.
+            logprobs: Log-probabilities of each token; empty if not requested.
         """
         tokens = tokens[: self._budget - self._seen]
         accepted = len(tokens) - 1

@@ -1,6 +1,6 @@
 """One round for all running texts: propose, verify, accept, and one read to the host.
 
-`litspec.reference` has the same algorithm for one text in its shortest form.
+`litspec.reference` has the same algorithm for one text, in its shortest form.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from litspec.model import KVCache
 
 
-# A prompt of at most so many blocks is read in blocks of a round, beside the texts that run.
+# A prompt of at most this many blocks is read in rounds, together with the running texts.
 SHORT_BLOCKS = 2
 
 
-class Piece(NamedTuple):
-    """Tokens of a short prompt that a round reads in place of a block to verify.
+class PromptPart(NamedTuple):
+    """Tokens of a short prompt that a round reads, instead of verifying a proposal for this text.
 
     Attributes:
         prompt: The whole prompt.
         start: Position of the first token to read.
-        end: Position after the last.
+        end: Position after the last token.
     """
 
     prompt: Sequence[int]
@@ -46,7 +46,7 @@ class Piece(NamedTuple):
 
     @property
     def last(self) -> bool:
-        """Whether the prompt ends with it, so that the text's first token follows."""
+        """Whether this is the last part of the prompt, so that the text's first token follows."""
         return self.end == len(self.prompt)
 
 
@@ -55,7 +55,7 @@ class Slot:
     """A text in a slot.
 
     Attributes:
-        text: Its budget and stops.
+        text: Its length limit, stops and committed tokens.
         target: Its session with the target.
         drafter: The drafter; None for plain decoding.
         draft: The text's session with the drafter.
@@ -63,13 +63,14 @@ class Slot:
         choose_k: Chooses the k of each round.
         grammar: The grammar that the text must match; None for no constraint.
         speculative_k: The k of the next round.
-        draft_seconds: Host time of the rounds' proposals, for all texts together. On a GPU kernels run
+        draft_seconds: Host time of the proposals of its rounds, for all texts together. On a GPU, kernels run
             asynchronously, so only the sum with `verify_seconds` is exact.
         verify_seconds: Host time of verifying, reading and committing.
-        error: Why the text cannot go on: its drafter broke the protocol, or numbers are not finite.
-        logprobs: Of the tokens of the last round, where they are asked for.
+        error: The error that ended the text: its drafter broke the protocol, or a number was not finite.
+        logprobs: Log-probabilities of the last round's tokens, if requested.
         stops: (s,), tokens that end the text; None for none.
-        reading: What the next round reads of the prompt; None where the text runs, or its prompt is read in chunks.
+        reading: The part of the prompt that the next round reads. None if the text is running, or if its prompt is read
+            in chunks.
     """
 
     text: Text
@@ -85,59 +86,58 @@ class Slot:
     error: InputError | None = None
     logprobs: list[TokenLogprobs] = field(init=False, default_factory=list)
     stops: torch.Tensor | None = field(init=False, default=None)
-    reading: Piece | None = field(init=False, default=None)
+    reading: PromptPart | None = field(init=False, default=None)
     _begun: bool = field(init=False, default=False)
-    _last_state: torch.Tensor | None = field(init=False, default=None)  # (1, len(taps) * C), of what has been read
+    _last_state: torch.Tensor | None = field(init=False, default=None)  # (1, len(taps) * C), of the last token read
 
     def __post_init__(self) -> None:
         if self.target.stop_ids:
             self.stops = torch.tensor(self.target.stop_ids, device=self.target.device)
 
     def commit(self, tokens: list[int], proposed: int = 0) -> Block:
-        """Takes what a round brought, see `Text.commit`."""
+        """Commits the tokens of a round, see `Text.commit`."""
         self.sampler.commit(tokens)
         return self.text.commit(tokens, proposed, self.logprobs)
 
     @property
     def size(self) -> int:
-        """Numbers of its outcome."""
+        """Count of numbers in its outcome."""
         width, wanted = self.target.verify_width, self.sampler.logprobs
         return HEAD + width + (0 if wanted is None else wanted.size(width))
 
     @property
     def number(self) -> int:
-        """Which slot it is."""
+        """Number of the slot."""
         return self.target.number
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Blocks of the target whose states the draft session wants to see."""
+        """Blocks of the target whose states the draft session receives."""
         return () if self.drafter is None else tuple(self.drafter.taps)
 
     @property
     def next_k(self) -> int:
         """The most proposals that the next round can use."""
-        # It ends with a token of the target's own.
         return min(self.speculative_k, self.text.most_proposals, self.target.verify_width - 1)
 
     @property
     def kind(self) -> Hashable:
-        """Equal for texts whose tokens can be chosen together."""
+        """Sampling settings: equal for texts whose tokens can be chosen together."""
         return self.sampler.kind, self.target.stop_ids
 
     @property
     def block(self) -> tuple[Sequence[int], int]:
-        """Tokens that its block begins with, the last committed one or some of its prompt, and the first's position."""
+        """First tokens of its block (the last committed token, or a part of the prompt), and their position."""
         if self.reading is not None:
             return self.reading.prompt[self.reading.start : self.reading.end], self.reading.start
         return (self.text.last,), self.text.input_pos
 
     def read_in_round(self, prompt: Sequence[int], cache: Slots) -> bool:
-        """Lets the next round read a part of a short prompt, if that is how this prompt is read.
+        """Schedules the next part of a short prompt for the next round. Returns False if the prompt is read in chunks.
 
-        A round has the same rows for all texts, so one more costs little, while a forward of its own would cost a whole
-        step. How a prompt is read depends on its length alone, whoever drafts, and rows of a block have equal bits in
-        any round. Compiled steps have one graph for blocks to verify, so there all prompts are read in chunks.
+        One more text in a round costs little; a separate forward would cost a whole step. The choice depends only on
+        the prompt's length, not on the drafter, and the rows of a block have equal bits in every round. Compiled steps
+        have one graph that only verifies, so with them all prompts are read in chunks.
         """
         target = self.target
         short = len(prompt) <= SHORT_BLOCKS * target.verify_width
@@ -147,7 +147,7 @@ class Slot:
         start = len(prompt) - target.unread
         self.reading = None
         if target.unread:
-            self.reading = Piece(prompt, start, min(start + target.verify_width, len(prompt)))
+            self.reading = PromptPart(prompt, start, min(start + target.verify_width, len(prompt)))
         return self.reading is not None
 
     def _begin(self, prompt: Sequence[int], cache: Slots) -> None:
@@ -161,10 +161,10 @@ class Slot:
         Args:
             prompt: The whole prompt.
             cache: All slots.
-            most: So many tokens are read before it stops after a chunk; None: all are.
+            most: Stops after the chunk that reaches this many tokens; None reads the whole prompt.
 
         Returns:
-            How many tokens were read, and the first token of the text where the prompt has been read to its end.
+            How many tokens were read, and the first token of the text if the whole prompt has been read.
         """
         target = self.target
         self._begin(prompt, cache)
@@ -189,9 +189,9 @@ class Slot:
         return tokens
 
     def tell_states(self, tokens: Sequence[int], begin: int, hidden: torch.Tensor | None) -> None:
-        """Commits a part of the prompt to a draft session that sees states; `hidden` has those of its rows."""
+        """Commits a part of the prompt to a draft session with taps; `hidden` holds the states of its tokens."""
         if hidden is not None and self.draft is not None:
-            # Row j of what a drafter sees is the state that predicted token j, the one before it.
+            # A drafter receives, in row j, the state that predicted token j: the state one position before it.
             first = torch.zeros_like(hidden[:1]) if self._last_state is None else self._last_state
             self.draft.commit(list(tokens), begin, torch.cat((first, hidden[:-1])))
             self._last_state = hidden[-1:].clone()
@@ -204,7 +204,7 @@ class Slot:
             self.draft.commit(list(tokens), len(prompt), self._last_state)
 
 
-# Numbers of an outcome before its tokens.
+# Count of numbers in an outcome before its tokens.
 HEAD = 4
 
 
@@ -217,30 +217,30 @@ def outcome(
     stops: torch.Tensor | None,
     width: int,
 ) -> torch.Tensor:
-    """Chooses the tokens of N texts and packs all that the host must know: (N, 4 + W) int64, or more.
+    """Chooses the tokens of N texts and packs what the host needs: (N, 4 + W) int64, wider with log-probabilities.
 
-    For each text these are the number accepted, whether all numbers were finite, the number proposed, whether all ids
-    exist, W tokens to choose from, and the tokens' log-probabilities where they are asked for.
+    For each text: the number accepted, whether all numbers were finite, the number proposed, whether all ids exist, W
+    tokens of which the accepted ones and one more are committed, and their log-probabilities if requested.
 
     Args:
-        sampler: Chooses; of any of the texts, which differ in their `inputs` alone.
+        sampler: The sampler of any of the texts; they differ only in their `inputs`.
         logits: (N, rows, V), the target's.
-        inputs: The samplers'.
-        tokens: (N, rows - 1), the proposals, at the end perhaps -1: nothing was proposed there.
-        q: What they were drawn from.
+        inputs: Inputs of the samplers.
+        tokens: (N, rows - 1), the proposals; -1 at the end is padding.
+        q: The distributions that they were drawn from.
         stops: (s,), tokens that end the texts; None for none.
-        width: W. The outcome has one size, so that ranks whose drafters differ still understand each other.
+        width: W. The outcome has a fixed size, so that ranks with different proposals can exchange it.
     """
     vocab_size = logits.size(-1)
     proposed = tokens.clamp(max=vocab_size - 1)
     verified = sampler.verify(logits, inputs, proposed, q)
     accepted = verified.accepted
     if tokens.size(-1) and stops is not None:
-        # What was proposed after a stop is no part of the text and should not count as accepted.
+        # Proposals after a stop are not part of the text and must not count as accepted.
         accepted = accepted.minimum(right_prefix(~(tokens.unsqueeze(-1) == stops).any(-1)) + 1)
     given = tokens >= 0
     count = given.sum(-1)
-    # Of negative numbers only -1 stands for nothing, and after it nothing else may come.
+    # -1 is the only valid negative number: padding, only at the end.
     ids_exist = ((tokens < vocab_size) & (tokens >= -1)).all(-1) & (right_prefix(given) == count)
     head = torch.stack((accepted, verified.finite.long(), count, ids_exist.long()), -1)
     parts = [head, F.pad(verified.tokens, (0, width - verified.tokens.size(-1)))]
@@ -254,13 +254,12 @@ def run_round(slots: Sequence[Slot], cache: Slots) -> list[tuple[Slot, list[int]
     """One round of some texts.
 
     Args:
-        slots: The texts, in the order of their slots' numbers; they run, or are `reading` a part of their prompt.
-        cache: The slots.
+        slots: The texts, ordered by slot number; they are running, or `reading` a part of their prompt.
+        cache: All slots.
 
     Returns:
-        The texts that go on; for each the tokens to commit, which are the accepted proposals and one token of the
-        target's own, and how many were proposed. Texts whose prompt has not been read to its end are not among them,
-        nor are those that have an `error`.
+        For each text: the slot, the tokens to commit (the accepted proposals and one token of the target's own), and
+        how many tokens were proposed. Texts with an unfinished prompt or an `error` are left out.
     """
     cache.placed.runner.begin_round()
     began = time.perf_counter()
@@ -278,30 +277,28 @@ def run_round(slots: Sequence[Slot], cache: Slots) -> list[tuple[Slot, list[int]
             if slot is not None and slot.reading is None:
                 accepted, _, proposed = numbers[begin : begin + 3]
                 slot.choose_k.observe(proposed=proposed, accepted=accepted)
-        # A text whose prompt goes on has no round yet.
+        # A text with an unfinished prompt needs no k yet.
         waits = [slot is None or (slot.reading is not None and not slot.reading.last) for slot in outcomes.order]
         return [0 if wait or slot is None else slot.choose_k.choose() for slot, wait in zip(outcomes.order, waits)]
 
     found = _read(outcomes.order, outcomes.sizes, outcomes.packed, next_ks)
     going_on = []
     for slot in slots:
-        piece, slot.reading = slot.reading, None
+        part, slot.reading = slot.reading, None
         if slot.error is not None:
             continue
-        if piece is not None:
-            count, states = piece.end - piece.start, outcomes.states.get(slot.number)
+        if part is not None:
+            count, states = part.end - part.start, outcomes.states.get(slot.number)
             slot.target.has_read(count, outcomes.logits[slot.number])
-            slot.tell_states(
-                piece.prompt[piece.start : piece.end], piece.start, None if states is None else states[:count]
-            )
-            if not piece.last:
+            slot.tell_states(part.prompt[part.start : part.end], part.start, None if states is None else states[:count])
+            if not part.last:
                 continue
-            slot.tell_drafter(piece.prompt, found[slot.number][0])
+            slot.tell_drafter(part.prompt, found[slot.number][0])
         elif slot.draft is not None:
             tokens = found[slot.number][0]
             states = outcomes.states.get(slot.number)
             states = None if states is None else states[: len(tokens)]
-            # A copy: what a drafter does with it cannot reach the text.
+            # A copy: the drafter may change it.
             slot.draft.commit(list(tokens), slot.text.input_pos + 1, states)
         going_on.append((slot, *found[slot.number]))
     ended = time.perf_counter()
@@ -317,9 +314,9 @@ def _nothing(device: torch.device) -> Proposal:
 
 
 def propose(slots: Sequence[Slot], device: torch.device) -> dict[int, Proposal]:
-    """What the drafters of some texts propose, by slot; at most as many tokens as the round can use.
+    """The proposals for some texts, by slot; each has at most `next_k` tokens.
 
-    A text whose drafter broke the protocol has an `error` instead.
+    If a drafter breaks the protocol, its texts get an `error` instead.
     """
     Sampler.start_rounds([slot.sampler for slot in slots], [slot.text.input_pos + 1 for slot in slots], device)
     found: dict[int, Proposal] = {}
@@ -345,7 +342,7 @@ def propose(slots: Sequence[Slot], device: torch.device) -> dict[int, Proposal]:
                     slot.error = error
     for slot in slots:
         if slot.grammar is not None and slot.error is None:
-            # What may come after a token depends on which it is, so here a proposal is read before it is verified.
+            # The tokens that a grammar allows depend on those before, so the host needs the proposal already here.
             try:
                 slot.grammar.foresee(found[slot.number].tokens.tolist())
             except InputError as error:
@@ -354,7 +351,7 @@ def propose(slots: Sequence[Slot], device: torch.device) -> dict[int, Proposal]:
 
 
 def _forced(slot: Slot) -> list[int]:
-    """Tokens that the text's grammar forces to come next, where they are at least half of what can be proposed."""
+    """The next tokens that the grammar forces, if they are at least half of the proposal; else none."""
     forced = [] if slot.grammar is None else slot.grammar.forced(slot.next_k)
     return forced if 2 * len(forced) >= slot.next_k else []
 
@@ -374,12 +371,12 @@ def _asked(slots: Sequence[Slot]) -> Sequence[Proposal]:
 
 
 def checked(proposal: Proposal, drafter: str, target: TargetSession) -> Proposal:
-    """The proposal on the target's device, where it has the form that the protocol asks for.
+    """Moves a proposal to the target's device and checks its form.
 
-    Ids are not looked at, since that would read them to the host; `outcome` tells whether they exist.
+    Ids are not checked here, since that would read them to the host; `outcome` reports whether they exist.
 
     Raises:
-        InputError: Names the drafter and what it broke.
+        InputError: The proposal breaks the protocol.
     """
     tokens, q = (proposal.tokens, proposal.q) if isinstance(proposal, Proposal) else (proposal, None)
     if not isinstance(tokens, torch.Tensor):
@@ -415,14 +412,14 @@ def checked(proposal: Proposal, drafter: str, target: TargetSession) -> Proposal
 
 
 class Outcomes(NamedTuple):
-    """What a verification found, still on the device.
+    """Results of a verification, still on the device.
 
     Attributes:
-        packed: The `outcome` of n places, one after the other.
-        order: Whose outcome stands in each place; None for an empty place.
-        sizes: Numbers of each.
-        states: By slot what the taps of its drafter saw, (rows, len(taps) * C).
-        logits: By slot what followed a part of its prompt, (1, V).
+        packed: The outcomes, one after the other.
+        order: The text of each outcome; None for an idle slot.
+        sizes: Count of numbers in each outcome.
+        states: By slot, the states for its drafter, (rows, len(taps) * C).
+        logits: By slot, the logits after a part of its prompt, (1, V).
     """
 
     packed: torch.Tensor
@@ -434,12 +431,11 @@ class Outcomes(NamedTuple):
 
 def verify(slots: Sequence[Slot], proposals: dict[int, Proposal], cache: Slots) -> Outcomes:
     """Runs the target over the proposals of some texts and chooses their tokens."""
-    # Tokens after the first of each block.
     most = max(len(slot.block[0]) - 1 + proposals[slot.number].tokens.size(0) for slot in slots)
     rows = slots[0].target.rows_for(most)
     parts: list[Outcomes] = []
     if cache.placed.runner.compiles:
-        # Always all slots, so that there is one graph; of each kind of text one.
+        # Always run all slots, so that one graph per kind is enough.
         by_kind: dict[Hashable, list[Slot]] = {}
         for slot in slots:
             by_kind.setdefault(slot.kind, []).append(slot)
@@ -467,7 +463,7 @@ def _verify_together(
     target = slots[0].target
     device, count = target.device, len(members)
     buffers = cache.cache.sequences(members.start, members.stop)
-    # An idle slot runs along in the last places of its buffer, where no text ever stands.
+    # Idle slots run too. They write to the end of their buffer, which no text uses.
     tokens, places = [0] * count, [buffers.size - rows] * count
     for slot in slots:
         at = slot.number - members.start
@@ -480,7 +476,7 @@ def _verify_together(
             block[slot.number - members.start, : len(slot.block[0])] = torch.tensor(slot.block[0])
         elif proposed.size(0):
             block[slot.number - members.start, 1 : 1 + proposed.size(0)] = proposed
-    # Of one text: a number that is on the device already.
+    # For one text: a view, which avoids a copy to the device.
     input_pos = buffers.slots[places[0] :][:1] if count == 1 else torch.tensor(places, device=device)
     kv_length = buffers.bucket(max(slot.block[1] for slot in slots) + rows)
     step = Verification(target, slots, members, rows, kv_length)
@@ -488,23 +484,23 @@ def _verify_together(
     inputs = [step.inputs(same) for same in step.kinds]
     packed, hidden, logits = step.run(buffers, target.placed.same(block), input_pos, q, inputs)
     order = [slot for same in step.kinds for slot in same]
-    # An idle slot has the size of those that it runs along with.
+    # The outcome of an idle slot is as large as the others.
     sizes = [next(slot.size for slot in same if slot is not None) for same in step.kinds for _ in same]
     return Outcomes(packed, order, sizes, step.states(hidden), step.logits(logits))
 
 
 class Verification:
-    """The step of a verification: what is fixed in it, and so may be compiled into it.
+    """The step of a verification, with the settings that are constants of its graph.
 
     Args:
         target: Any session of the target.
-        slots: The texts, in the order of their slots' numbers.
+        slots: The texts, ordered by slot number.
         members: The slots that run.
-        rows: Rows of each.
+        rows: Rows per slot.
         kv_length: Keys and values to read.
 
     Attributes:
-        kinds: The texts by kind; in a compiled step there is one, with None for each idle slot.
+        kinds: The texts grouped by `Slot.kind`. A compiled step has one group, with None for each idle slot.
     """
 
     def __init__(self, target: TargetSession, slots: Sequence[Slot], members: range, rows: int, kv_length: int) -> None:
@@ -525,10 +521,10 @@ class Verification:
         firsts = [next(slot for slot in same if slot is not None) for same in self.kinds]
         self._samplers = [slot.sampler for slot in firsts]
         self._stops = [slot.stops for slot in firsts]
-        # Which of the sequences that run are of each kind; None for all.
+        # Indices of the running sequences of each kind; None for all.
         self._numbers = [self._which(same) for same in self.kinds]
         self._taps = tuple(dict.fromkeys(tap for slot in slots for tap in slot.taps))
-        # Texts that read, the sequences that they are, and the last row of each.
+        # Texts that read a part of their prompt, their indices, and the last row of each.
         self._readers = [slot for slot in slots if slot.reading is not None]
         self._reading = [slot.number - members.start for slot in self._readers]
         self._last_rows = [len(slot.block[0]) - 1 for slot in self._readers]
@@ -539,18 +535,18 @@ class Verification:
         return tuple(slot.number - self._members.start for slot in same if slot is not None)
 
     def inputs(self, same: Sequence[Slot | None]) -> Inputs:
-        """What the choices of texts of one kind depend on."""
+        """Sampler inputs of texts of one kind."""
         device, rows = self._target.device, self._rows
         own = [None if slot is None else slot.sampler.inputs(device, slot.text.input_pos + 1, rows) for slot in same]
         some = next(each for each in own if each is not None)
         return Inputs.stacked([some if each is None else each for each in own])
 
     def form(self, same: list[Slot | None], proposals: dict[int, Proposal]) -> Distribution | None:
-        """What the proposals of texts of one kind were drawn from, with a row for each proposal that there might be.
+        """The distributions q of the proposals of one kind of text, padded to rows - 1 rows.
 
-        None for who asks for none. All of it has one form, the widest that a text needs: so many candidates, or a
-        column per id. A token that was not drawn becomes a certain one. A graph is built for one of two forms, that of
-        the sampler's own distributions and a column per id.
+        None if the sampler does not use q. All texts get one form, the widest that any of them needs: a fixed number of
+        candidates, or dense. A deterministic proposal gets probability 1. Graphs have one of two forms: that of the
+        sampler's own distributions, or dense.
         """
         sampler = self._samplers[self.kinds.index(same)] if len(self.kinds) > 1 else self._samplers[0]
         if isinstance(sampler, Choosing):
@@ -571,7 +567,7 @@ class Verification:
         return _stacked([_formed(each, self._rows - 1, None if dense else columns, vocab_size) for each in own])
 
     def states(self, hidden: torch.Tensor | None) -> dict[int, torch.Tensor]:
-        """By slot what the taps of its text saw, (rows, len(taps) * C), of what those of all texts saw."""
+        """By slot, the states of its drafter's taps, (rows, len(taps) * C), out of the states of all taps."""
         found: dict[int, torch.Tensor] = {}
         if hidden is None:
             return found
@@ -585,11 +581,11 @@ class Verification:
         return found
 
     def logits(self, logits: torch.Tensor | None) -> dict[int, torch.Tensor]:
-        """By slot what followed a part of its prompt, (1, V), of those of all texts that read, (n, V)."""
+        """By slot, the logits after a part of its prompt, (1, V), out of those of all reading texts, (n, V)."""
         return {} if logits is None else {slot.number: logits[i : i + 1] for i, slot in enumerate(self._readers)}
 
     def key(self, buffers: KVCache, q: Sequence[Distribution | None]) -> Hashable:
-        """Names all that the step depends on."""
+        """The key of the step's graph: all that the graph depends on."""
         forms = tuple(None if each is None else (each.probs.size(-1), each.ids is None) for each in q)
         stops = tuple(None if each is None else each.size(0) for each in self._stops)
         kinds = tuple(sampler.kind for sampler in self._samplers)
@@ -604,15 +600,15 @@ class Verification:
         q: list[Distribution | None],
         inputs: list[Inputs],
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """The outcomes of the texts, one after the other in the order of `kinds`, the states of all rows, and the
-        logits after parts of prompts.
+        """Runs the step. Returns the outcomes in the order of `kinds`, the states of all rows, and the logits after
+        parts of prompts.
 
         Args:
             buffers: Keys and values of the sequences.
-            block: (sequences, rows): a token and its proposal, or a part of a prompt; and -1 after it.
+            block: (sequences, rows): a token and its proposal, or a part of a prompt; then -1 as padding.
             input_pos: (sequences,), positions of the first column.
-            q: For each kind what its proposals were drawn from, rows - 1 rows per text.
-            inputs: For each kind its samplers'.
+            q: For each kind, the distributions of its proposals, rows - 1 rows per text.
+            inputs: For each kind, its sampler inputs.
         """
         target = self._target
         model, width, vocab_size = target.model, target.verify_width, target.config.padded_vocab_size
@@ -631,24 +627,24 @@ class Verification:
             fed = block.clamp(0, vocab_size - 1)
             result = model.verify(fed, input_pos, buffers, kv_length=kv_length, taps=taps)
             logits, hidden = result if isinstance(result, tuple) else (result, None)
-            behind = None
+            after_prompt = None
             if reading:
-                # What follows the last of these rows is chosen as if it were the only one.
-                logits[reading, 0] = behind = logits[reading, last_rows]
+                # The sampler chooses the next token from row 0, as if the last row of the prompt were the only one.
+                logits[reading, 0] = after_prompt = logits[reading, last_rows]
                 block = block.index_fill(0, torch.tensor(reading, device=block.device), -1)
             outcomes = []
             for i, sampler in enumerate(samplers):
                 own, proposed = _of(logits, numbers[i]), _of(block, numbers[i])[:, 1:]
                 outcomes.append(outcome(sampler, own, inputs[i], proposed, q[i], stops[i], width))
             packed = [each.flatten() for each in outcomes]
-            return packed[0] if len(packed) == 1 else torch.cat(packed), hidden, behind
+            return packed[0] if len(packed) == 1 else torch.cat(packed), hidden, after_prompt
 
         key = self.key(buffers, q) if target.runner.compiles else None
         return target.runner.run(key, step, buffers, block, input_pos, q, stops, inputs)
 
 
 def _of(rows: torch.Tensor, numbers: tuple[int, ...] | None) -> torch.Tensor:
-    """The rows of some sequences; None: of all."""
+    """The rows of some sequences; None for all."""
     if numbers is None:
         return rows
     if len(numbers) == numbers[-1] - numbers[0] + 1:
@@ -657,7 +653,7 @@ def _of(rows: torch.Tensor, numbers: tuple[int, ...] | None) -> torch.Tensor:
 
 
 def _formed(proposal: Proposal, m: int, columns: int | None, vocab_size: int) -> Distribution:
-    """What a proposal was drawn from as m rows of so many candidates; None: of a column per id."""
+    """The distribution q of a proposal, padded to m rows and `columns` candidates; dense if `columns` is None."""
     tokens, q = proposal
     if q is None:
         ids = tokens.clamp(0, vocab_size - 1).unsqueeze(1)
@@ -673,13 +669,13 @@ def _formed(proposal: Proposal, m: int, columns: int | None, vocab_size: int) ->
 
 
 def _stacked(each: Sequence[Distribution]) -> Distribution:
-    """Those of several texts as those of a batch."""
+    """Stacks the distributions of several texts into a batch."""
     ids = [q.ids for q in each if q.ids is not None]
     return Distribution(torch.stack([q.probs for q in each]), torch.stack(ids) if ids else None)
 
 
 def prepare(slot: Slot, cache: Slots) -> None:
-    """Builds the compiled steps that a text will need; before its prompt is read.
+    """Builds the compiled steps that a text will need, before its prompt is read.
 
     Raises:
         InputError: The compiler failed.
@@ -693,7 +689,7 @@ def prepare(slot: Slot, cache: Slots) -> None:
         slot.draft.prepare(slot.choose_k.pieces)
     rows, buffers, count = target.verify_width, cache.cache, len(cache.sessions)
     block = torch.full((count, rows), -1, dtype=torch.int64, device=target.device)
-    # In the last places of the buffer, before anything that counts stands there.
+    # Write to the end of the buffer, which holds nothing yet.
     input_pos = buffers.slots[buffers.size - rows : buffers.size - rows + 1].expand(count).contiguous()
     nothing = {slot.number: Proposal(block[0, :0])}
     for kv_length in buffers.buckets(target.max_length + rows - 1):
@@ -716,10 +712,10 @@ def _read(
     """The one device-to-host read of a round: by slot, the tokens to commit and how many were proposed.
 
     Args:
-        order: Whose outcomes stand in `packed`, one after the other.
-        sizes: Numbers of each of them.
-        packed: The outcomes.
-        next_ks: Given them, the k of each text's next round; 0 for an empty place.
+        order: The text of each outcome; None for an idle slot.
+        sizes: Count of numbers in each outcome.
+        packed: The outcomes, one after the other.
+        next_ks: Maps the outcomes to the k of each text's next round; 0 for an idle slot.
     """
     target = next(slot for slot in order if slot is not None).target
     outcomes = target.placed.agree(packed.flatten(), len(order), next_ks)
@@ -741,10 +737,10 @@ def _read(
             slot.target.clear()
             what = "Logits of the target, or probabilities of the drafter, hold NaN or inf"
             if slot.sampler.processes:
-                what += ", or bans and a grammar leave no token that may come,"
+                what += ", or bans and the grammar allow no token,"
             slot.error = InputError(
                 f"{what} in the block that begins at position {slot.text.input_pos + 1}; check the weights and the "
-                "precision" + (", or allow more." if slot.sampler.processes else ".")
+                "precision" + (", or allow more tokens." if slot.sampler.processes else ".")
             )
         else:
             found[slot.number] = tokens[: accepted + 1], proposed

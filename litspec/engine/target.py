@@ -1,4 +1,4 @@
-"""The target's side of the engine: what runs it, and the slots of its K/V cache."""
+"""The target's side of the engine: the placed model and the slots of its K/V cache."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import torch
 from litspec.engine.runner import Runner
 from litspec.model import GPT, KVCache
 
-# Rows that a prompt is read in; another size would change the last bits of its keys and values.
+# Tokens of a prompt that are read in one forward; another size would change the last bits of its keys and values.
 PREFILL_CHUNK = 512
 
 
 class Placed(Protocol):
-    """A target whose weights have been placed on one device or many (see `litspec.placement`).
+    """A target whose weights have been placed on one or more devices (see `litspec.placement`).
 
     Attributes:
-        model: The model; what it returns lies on `device`, complete, on every rank.
-        device: Where tokens and logits are.
+        model: The model. Its results are complete and on `device`, on every rank.
+        device: Device of tokens and logits.
         verify_width: W, the most rows of a verification.
-        rows: Numbers of rows with equal bits, in rising order, of which a verification runs one; the last holds W.
-        most_rows: Rows of several texts that keep these bits in one forward.
-        draft_model: The model of the draft checkpoint, where there is one.
+        rows: Row counts with equal bits, in rising order. A verification uses one of them; the last is at least W.
+        most_rows: The most rows in one forward of several texts that keep these bits.
+        draft_model: The model of the draft checkpoint, if there is one.
         runner: Runs the steps.
-        rank: This process among those that were launched together, 0 for one alone.
-        world_size: How many they are.
-        is_rank_zero: Whether this process is the one that prints and writes.
+        rank: Rank of this process, 0 for a single process.
+        world_size: Number of processes.
+        is_rank_zero: Whether this process prints and writes files.
     """
 
     model: GPT
@@ -38,7 +38,7 @@ class Placed(Protocol):
     rank: int
     world_size: int
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]  # each is a dataclass, of which `replace` makes variants
+    __dataclass_fields__: ClassVar[dict[str, Any]]  # implementations are dataclasses, for `replace`
 
     @property
     def rows(self) -> tuple[int, ...]: ...
@@ -50,23 +50,23 @@ class Placed(Protocol):
     def is_rank_zero(self) -> bool: ...
 
     def wait_for_all(self) -> None:
-        """Says that this rank has done its share of many prompts; rank 0 returns when all have.
+        """Reports that this rank has finished its share of many prompts. On rank 0, returns when all ranks have.
 
         Raises:
-            LostRank: A rank died before it had.
+            LostRank: A rank died before it finished.
         """
         ...
 
     def same(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The tokens that the target is about to run, made the same on every rank; may change them in place."""
+        """Makes the tokens that the target is about to run equal on every rank; may change them in place."""
         ...
 
     def share_int(self, value: int) -> int:
-        """One number for all ranks that make a text together: rank 0's."""
+        """Rank 0's number, for all ranks that generate a text together."""
         ...
 
     def agree(self, packed: torch.Tensor, count: int, decide: Callable[[list[int]], list[int]]) -> list[int]:
-        """Brings the outcome of a round to the host, the only read of the round, the same on every rank.
+        """Reads the outcome of a round to the host, equal on every rank. This is the only read of the round.
 
         Args:
             packed: (n,) int64, this rank's outcome.
@@ -74,28 +74,28 @@ class Placed(Protocol):
             decide: Given the outcome, decides about the next round; called on one rank only.
 
         Returns:
-            The deciding rank's outcome, and what it decided after it.
+            The deciding rank's outcome, followed by its decision.
         """
         ...
 
 
 class TargetSession:
-    """One text's hold on the target: a slot of a K/V cache and what stands in it.
+    """One text's session with the target: a slot of the K/V cache and its contents.
 
     Attributes:
         model: The target.
         config: Its LitGPT config.
-        cache: Keys and values of this text alone; positions after the committed ones hold leftovers that nothing
-            reads.
-        device: Where tokens and logits are.
-        rows: Numbers of rows that a verification may run.
-        verify_width: W, the most of them.
+        cache: Keys and values of this text only. Positions after the committed tokens hold stale entries that are never
+            read.
+        device: Device of tokens and logits.
+        rows: Row counts that a verification may use.
+        verify_width: W, the largest row count.
         runner: Runs the steps.
-        stop_ids: Single tokens that end the text, for drafters that want to cut their proposals.
-        max_length: Tokens that a text may have, prompt and completion together.
-        number: Of the slot.
+        stop_ids: Single tokens that end the text; drafters may use them to shorten proposals.
+        max_length: Most tokens of a text, prompt and completion together.
+        number: Number of the slot.
         whole: Keys and values of all slots.
-        shared: What drafters keep for all slots together, by drafter; it goes with the engine.
+        shared: Data that drafters share between all slots, by drafter; it lives as long as the engine.
     """
 
     def __init__(
@@ -120,22 +120,22 @@ class TargetSession:
         self.cache = self.whole if self.whole.shape[0] == 1 else self.whole.sequences(number, number + 1)
         self.shared: dict[Any, Any] = {} if shared is None else shared
         self.max_length = max_length
-        self._tokens: list[int] = []  # the prompt, or what has been read of it, whose keys and values the cache holds
-        self._logits: torch.Tensor | None = None  # (1, V), what followed it
-        self._prompt: list[int] = []  # what is being read
+        self._tokens: list[int] = []  # tokens of the prompt that have been read; the cache holds their K/V
+        self._logits: torch.Tensor | None = None  # (1, V), logits after the prompt
+        self._prompt: list[int] = []  # the prompt being read
         self._taps: tuple[int, ...] = ()
-        self._borders: list[torch.Tensor] = []  # (1, len(taps) * C), the last state of each chunk at the beginning ...
-        self._border_taps: tuple[int, ...] = ()  # ... and of which taps
+        self._borders: list[torch.Tensor] = []  # (1, len(taps) * C), the last state of each chunk of the prompt
+        self._border_taps: tuple[int, ...] = ()  # the taps of these states
 
     def rows_for(self, proposals: int) -> int:
-        """The smallest number of rows that holds a token and so many proposals."""
+        """The smallest row count that holds a token and this many proposals."""
         return next(rows for rows in self.rows if rows > proposals)
 
     def prefill(self, prompt: Sequence[int], taps: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Reads a whole prompt, or what the cache does not hold of it yet.
+        """Reads a whole prompt, or the part of it that the cache does not hold yet.
 
         Returns:
-            Logits of the last token, (1, V); with taps the states of all tokens, (T, len(taps) * n_embd), else None.
+            Logits of the last token, (1, V). With taps, the states of all tokens, (T, len(taps) * n_embd), else None.
         """
         self.begin(prompt, taps)
         states = []
@@ -150,18 +150,18 @@ class TargetSession:
         others: Sequence[TargetSession] = (),
         resume: Callable[[Sequence[int], int], int] | None = None,
     ) -> None:
-        """Takes a prompt, which `read` then reads chunk by chunk.
+        """Sets a prompt, which `read` then reads chunk by chunk.
 
-        Keys and values are kept up to the last border between chunks before which this prompt equals the last one:
-        there the chunks, hence the bits, are the same as in a fresh session. They are copied where another slot holds
-        more of them.
+        Keys and values of the previous prompt are reused for the common prefix, rounded down to whole chunks: there the
+        chunks, and so the bits, are the same as in a fresh session. They are copied from another slot if it holds more
+        of the prompt.
 
         Args:
             prompt: Token ids, at least one.
             taps: Blocks whose states are wanted.
             others: Sessions of other slots.
-            resume: With taps: who is told the states takes over what is known of the prompt, see `DraftSession.resume`;
-                None: the prompt is read from its beginning.
+            resume: With taps, `DraftSession.resume`, which lets the drafter reuse its own state for the prefix. None
+                reads the prompt from its beginning.
         """
         self._prompt, self._taps = list(prompt), tuple(taps)
         best = max((self, *others), key=lambda session: session.holds(self._prompt, self._taps))
@@ -181,18 +181,18 @@ class TargetSession:
 
     @property
     def logits(self) -> torch.Tensor:
-        """Of the last token of a prompt that has been read, (1, V)."""
+        """Logits of the last token of the prompt, (1, V)."""
         if self._logits is None:
             raise RuntimeError("The prompt has not been read.")
         return self._logits
 
     @property
     def last_state(self) -> torch.Tensor | None:
-        """With taps the state of the last token that need not be read, (1, len(taps) * n_embd); None where all must."""
+        """With taps, the state of the last reused token, (1, len(taps) * n_embd); None if no token was reused."""
         return self._borders[-1] if self._taps and self._tokens and self._borders else None
 
     def read(self) -> torch.Tensor | None:
-        """Reads the next chunk of the prompt; with taps returns its states, (rows, len(taps) * n_embd)."""
+        """Reads the next chunk of the prompt. With taps, returns its states, (rows, len(taps) * n_embd)."""
         start, prompt, borders = len(self._tokens), self._prompt, self._borders
         end = min(start + PREFILL_CHUNK, len(prompt))
         idx = self.placed.same(torch.tensor([prompt[start:end]], device=self.device))
@@ -208,20 +208,20 @@ class TargetSession:
         return None if hidden is None else hidden[0]
 
     def has_read(self, count: int, logits: torch.Tensor) -> None:
-        """Notes that the next tokens of the prompt have been read in a round, and the logits (1, V) after them."""
+        """Records that a round has read the next tokens of the prompt, with the logits (1, V) after them."""
         self._tokens = self._prompt[: len(self._tokens) + count]
         self._logits = None if self.unread else logits
 
     def holds(self, prompt: Sequence[int], taps: Sequence[int] = ()) -> int:
-        """Tokens at the beginning of a prompt that need not be read again: all of it, or whole chunks.
+        """Tokens at the beginning of a prompt that need not be read again: the whole prompt, or whole chunks.
 
         Args:
             prompt: Token ids.
-            taps: Blocks whose states are wanted; then only whole chunks after which the state is known.
+            taps: Blocks whose states are wanted. Then only chunks whose last state is stored count.
         """
         if self._logits is not None and self._tokens == prompt and not taps:
             return len(prompt)
-        # At least one token is left to run, whose logits are wanted.
+        # At least one token must run, to get its logits.
         end = min(len(prompt) - 1, len(self._tokens)) // PREFILL_CHUNK * PREFILL_CHUNK
         if taps:
             end = min(end, len(self._borders) * PREFILL_CHUNK) if tuple(taps) == self._border_taps else 0
@@ -232,7 +232,7 @@ class TargetSession:
     def verify(
         self, token: int, input_pos: int, proposal: torch.Tensor, taps: Sequence[int] = ()
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Runs the last committed token, a proposal, and padding up to a number of rows of the class.
+        """Runs the last committed token, a proposal, and padding up to a row count of the class.
 
         Args:
             token: The last committed token.
@@ -240,8 +240,7 @@ class TargetSession:
             proposal: (m,) int64, m < W.
 
         Returns:
-            Logits (rows, V), of which row i follows the i-th of these tokens; with taps the states, (rows, ...), else
-            None.
+            Logits (rows, V), where row i follows token i of the block. With taps, the states, (rows, ...), else None.
         """
         rows = self.rows_for(proposal.size(0))
         block = torch.zeros(1, rows, dtype=torch.int64, device=self.device)
@@ -249,7 +248,7 @@ class TargetSession:
         block[0, 1 : 1 + proposal.size(0)] = proposal
         result = self.model.verify(
             self.placed.same(block),
-            self.cache.slots[input_pos : input_pos + 1],  # a number that is on the device already
+            self.cache.slots[input_pos : input_pos + 1],  # a view, which avoids a copy to the device
             self.cache,
             kv_length=self.cache.bucket(input_pos + rows),
             taps=taps,
@@ -258,11 +257,11 @@ class TargetSession:
         return logits[0], None if hidden is None else hidden[0]
 
     def forget(self) -> None:
-        """Keeps nothing of the last prompt for the next one."""
+        """Makes the next prompt be read from its beginning."""
         self._tokens, self._logits, self._borders = [], None, []
 
     def clear(self) -> None:
-        """Zeroes the slot: a mask does not hide a NaN."""
+        """Zeroes the slot's keys and values, since the attention mask does not remove a NaN."""
         self.forget()
         for buffer in (*self.cache.k, *self.cache.v):
             buffer.zero_()
@@ -272,13 +271,13 @@ class Slots:
     """The slots of one K/V cache, one text in each.
 
     Attributes:
-        cache: Keys and values of all slots, (B, G, S, D) a layer.
-        sessions: One for each slot.
-        max_length: Tokens that a text may have, prompt and completion together.
+        cache: Keys and values of all slots, (B, G, S, D) per layer.
+        sessions: One target session per slot.
+        max_length: Most tokens of a text, prompt and completion together.
 
     Args:
         placed: The target.
-        count: B.
+        count: B, the number of slots.
         max_length: See above.
         stop_ids: See `TargetSession`.
     """
@@ -287,7 +286,7 @@ class Slots:
         self.placed = placed
         self.max_length = max_length
         width = placed.runner.rows(placed.rows)[-1]
-        # Twice: after all that counts idle slots run along, also in drafts that the target's own layers make.
+        # Twice the width: idle slots write to the end of the buffer, also in drafts by the target's own layers.
         self.cache = placed.runner.make_cache(placed.model, max_length, width=2 * width, batch_size=count)
         shared: dict[Any, Any] = {}
         self.sessions = [
@@ -306,20 +305,20 @@ class Slots:
         self.sessions[number].begin(prompt, taps, others, resume)
 
     def groups(self, numbers: Sequence[int], rows: int) -> list[range]:
-        """The slots that run in one forward each.
+        """Groups of slots; each group runs in one forward.
 
         Args:
             numbers: Slots that hold a running text, in rising order.
-            rows: Rows of each.
+            rows: Rows per slot.
         """
         if len(numbers) == 1:
             return [range(numbers[0], numbers[0] + 1)]
-        # The rows of a forward keep their bits up to so many.
+        # With more than `most_rows` rows a forward may give other bits.
         return neighbours(numbers, max(1, self.placed.most_rows // rows))
 
 
 def neighbours(numbers: Sequence[int], most: int) -> list[range]:
-    """Ranges of at most `most` slots that hold these, which are in rising order. A range may hold idle slots too."""
+    """Splits slots, in rising order, into ranges of at most `most` slots. A range may include idle slots."""
     groups: list[range] = []
     for number in numbers:
         if groups and number < groups[-1].start + most:
