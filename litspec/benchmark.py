@@ -1,7 +1,7 @@
-"""Measuring a pair on this machine: what its parts cost, what they allow, and what the loop makes of it.
+"""Benchmark of a pair on this machine: the cost of the parts of a round, the ideal speedup, and the measured speedup.
 
-All timings of one comparison are taken in one process, interleaved (A B A B), and reported as medians: a machine's
-speed drifts, the ratio of neighbours hardly does. *Plain* decoding is one row per step without a drafter.
+All timings of a comparison are taken in one process, interleaved (A B A B), and reported as medians. A machine's speed
+drifts, but the ratio of adjacent timings is stable. *Plain* decoding is one row per step without a drafter.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Choice = int | Literal["auto"]
 
 @dataclass
 class Parts:
-    """Medians, in seconds, of what rounds are made of, sampling and the read to the host included.
+    """Medians, in seconds, of the parts of a round, including sampling and the read to the host.
 
     Attributes:
-        verify: By width: one verification of so many rows. Width 1 is a plain step.
-        rows: Numbers of rows that a verification with a drafter may run; empty for all that were measured.
-        draft: One proposed token of the drafter, by the drafter's name.
-        prefill: The target reads the prompt, of `prompt_size` tokens.
-        prompt_size: Tokens.
+        verify: Time of one verification by number of rows; 1 row is a plain step.
+        rows: Row counts that a verification with a drafter may use; empty for all measured ones.
+        draft: Time per proposed token, by the drafter's name.
+        prefill: Time to read a prompt of `prompt_size` tokens.
+        prompt_size: Tokens of this prompt.
         weight_bytes: Bytes of weights that one step of the target reads.
         copy_bandwidth: Bytes per second that this machine reads and writes when it copies memory.
     """
@@ -54,11 +54,11 @@ class Parts:
     copy_bandwidth: float = 0.0
 
     def verify_for(self, proposals: int, plain: bool = False) -> float:
-        """Of the smallest measured number of rows that hold a token and so many proposals.
+        """Time of a verification with the smallest measured row count that holds a token and the proposals.
 
         Args:
-            proposals: How many.
-            plain: Whether it may be the row of plain decoding, where other numbers have been measured.
+            proposals: Number of proposals.
+            plain: Whether the round is a plain step of one row.
         """
         widths = [1] if plain else [w for w in sorted(self.verify) if w in self.rows or not self.rows]
         return self.verify[next((w for w in widths if w > proposals), widths[-1])]
@@ -71,19 +71,19 @@ class Parts:
 
 @dataclass
 class Run:
-    """One way of decoding the prompts.
+    """Results of one drafter with one k.
 
     Attributes:
-        drafter: Its name, "none" without one.
-        k: Proposals per round, as asked for.
-        width: Rows verified at once.
-        tokens_per_second: After the prefill, from the medians of each text over the repeats.
+        drafter: The drafter's name; "none" for no drafter.
+        k: Requested proposals per round.
+        width: The most rows of a verification.
+        tokens_per_second: Speed after the prefill, from the medians of each text over the repeats.
         acceptance_rate: Accepted over proposed.
         tokens_per_round: Block efficiency.
-        proposed_per_round: Proposals per round, as made: fewer than k where little was left to write, where nothing
-            matched, or where "auto" chose so.
-        speedup: Over plain decoding, from the medians of each text's ratios of neighbouring times.
-        ideal: The speedup that the parts allow: tokens per round * plain step / (proposed * draft step + verification).
+        proposed_per_round: Actual proposals per round. Fewer than k near the end of a text, without a match, or if
+            "auto" chose so.
+        speedup: Speed over plain decoding, from the medians of each text's ratios of adjacent times.
+        ideal: Speedup computed from the parts: tokens per round * plain step / (proposed * draft step + verification).
         efficiency: speedup / ideal.
     """
 
@@ -101,13 +101,13 @@ class Run:
 
 @dataclass
 class Batch:
-    """Many texts, so many at a time, prompts included.
+    """Results for many texts with one batch size, including prompts.
 
     Attributes:
         size: Texts at the same time.
         plain: Tokens per second without a drafter.
-        speculative: Tokens per second with one.
-        speedup: The one over the other, from the medians of neighbouring times.
+        speculative: Tokens per second with a drafter.
+        speedup: speculative / plain, as the median of the ratios of adjacent times.
     """
 
     size: int
@@ -118,14 +118,14 @@ class Batch:
 
 @dataclass
 class Report:
-    """What a benchmark found.
+    """Results of a benchmark.
 
     Attributes:
-        parts: What a round is made of.
-        runs: Plain decoding first, then all rows without a drafter, then each drafter with each k.
-        advice: One line.
-        settings: Of the measurement.
-        batches: The best drafter with its best k, and none, with so many texts at a time.
+        parts: Times of the parts of a round.
+        runs: Plain decoding, then all rows without a drafter, then each drafter with each k.
+        advice: The recommendation, in one line.
+        settings: Settings of the measurement.
+        batches: Results by batch size, for the best drafter with its best k and for no drafter.
     """
 
     parts: Parts
@@ -141,14 +141,14 @@ class Report:
 
 
 class SimulatedDrafter(Drafter):
-    """Proposes the target's own text, corrupted at a rate, at another drafter's cost: a draft of a given quality.
+    """Simulates a drafter of a given quality at another drafter's cost: proposes the target's text with random errors.
 
     Args:
-        drafter: Runs as it would, for its cost; each token that it proposes is replaced.
-        texts: Token ids of prompt and completion of every text, as the target alone writes them.
-        acceptance: Probability that a proposal is right where all before it were.
-        vocab_size: Ids to put in the place of right ones.
-        seed: Of the positions that are corrupted; they are the same for every drafter and every k.
+        drafter: The drafter whose cost is simulated. It runs, and its tokens are replaced.
+        texts: Token ids of prompt and completion of every text, generated by the target alone.
+        acceptance: Probability that a proposal is right if all before it were.
+        vocab_size: Wrong tokens are ids below it.
+        seed: Seed of the wrong positions, which are the same for every drafter and every k.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class SimulatedDrafter(Drafter):
         ]
 
     def proposals_for(self, prompt: Sequence[int]) -> torch.Tensor:
-        """What is proposed for each position of the text that begins so; for any other, what is for the first."""
+        """The proposals for each position of the text with this prompt, or of the first text if there is none."""
         found = (i for i, text in enumerate(self._texts) if text[: len(prompt)] == list(prompt))
         return self._proposals[next(found, 0)]
 
@@ -211,8 +211,8 @@ class _SimulatedSession(DraftSession):
         return self.instead(input_pos, self.session.propose(token, input_pos, k).tokens.size(0))
 
     def instead(self, input_pos: int, m: int) -> Proposal:
-        """m proposals after the token at `input_pos`, in place of those that were drafted."""
-        assert self._proposals is not None, "a session is told the prompt before it proposes"
+        """m proposals after the token at `input_pos`, which replace the drafted ones."""
+        assert self._proposals is not None, "the prompt is committed before a proposal"
         return Proposal(self._proposals[input_pos + 1 : input_pos + 1 + m])
 
     def prepare(self, sizes: Sequence[int]) -> None:
@@ -223,12 +223,12 @@ class _SimulatedSession(DraftSession):
 
 
 def plain_decoder(llm: SpecLLM, load: Callable[[], SpecLLM]) -> SpecLLM:
-    """Plain decoding of the same target at its best.
+    """The fastest plain decoding of the same target.
 
     Args:
         llm: The target, loaded to verify several rows.
-        load: Loads it to decode plainly, see `SpecLLM.load`. Called only where `llm` has float32 weights that were laid
-            out for several rows (see `model.packed`), with which one row is slower.
+        load: Loads the target for plain decoding, see `SpecLLM.load`. Called only if `llm` has float32 weights packed
+            for several rows (see `model.packed`), with which one row is slower.
     """
     return load() if slows_one_row(llm.placed.model) else llm.with_drafter("none", verify_width=1)
 
@@ -244,17 +244,17 @@ def interleaved(
     device: torch.device,
     before: Mapping[Any, Callable[[], Any]] = MappingProxyType({}),
 ) -> dict[Any, float]:
-    """Medians, in seconds, of functions that take turns.
+    """Median times, in seconds, of functions that run in turns.
 
-    In each turn a function runs up to five times and its last run is timed: in a text it follows its like, with its
-    weights and its code in the caches. Two turns warm up.
+    In each turn a function runs up to five times and the last run is timed. So its weights and code are cached, as in a
+    text. The first two turns are warm-up.
 
     Args:
-        functions: By name.
-        repeats: Turns.
-        device: Where they run.
-        before: What else runs before each run of a function, by its name, and is not timed: what comes before it in a
-            text, and may have driven its weights out of the caches.
+        functions: Functions by name.
+        repeats: Number of turns.
+        device: Device of the functions.
+        before: By the function's name, a function that runs before each of its runs and is not timed. It should be what
+            precedes it in a text, which may evict its weights from the caches.
     """
     seconds: dict[Any, list[float]] = {name: [] for name in functions}
     for turn in range(repeats + 2):
@@ -278,7 +278,7 @@ def interleaved(
 
 
 def copy_bandwidth(device: torch.device, size: int = 2**28) -> float:
-    """Bytes per second, read and written, of a copy within the device's memory."""
+    """Bytes read and written per second when copying within the device's memory."""
     source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
     return 2 * size / interleaved({0: lambda: target.copy_(source)}, 5, device)[0]
@@ -300,22 +300,22 @@ def measure_parts(
     Args:
         llm: The target.
         plain: The same target for plain decoding.
-        drafters: By name.
+        drafters: Drafters by name.
         sampling: How tokens are chosen.
         text: Token ids of a prompt and its completion, at least two.
-        widths: Rows to verify, 1 among them.
-        repeats: Turns for each part.
-        k: Proposals drafted at once; None: as many as may be.
+        widths: Row counts to verify, including 1.
+        repeats: Number of turns.
+        k: Proposals per draft; None for the most possible.
     """
     device = llm.placed.device
-    # Room for a proposal; the model gives the rows of a verification room by itself.
+    # Room for a proposal; the cache has its own room for the rows of a verification.
     room = min(len(text) + llm.verify_width, llm.placed.model.config.block_size)
     sampler = make_sampler(sampling, seed=0)
     functions: dict[Any, Callable[[], Any]] = {}
     before: dict[Any, Callable[[], Any]] = {}
 
     for width in widths:
-        # Plain decoding has a session of its own, with weights as they are laid out when loading for one row.
+        # Plain decoding uses its own target, whose weights are in the layout for one row.
         placed = plain.placed if width == 1 else replace(llm.placed, verify_width=width)
         trial = Trial(Slots(placed, 1, room), None, sampler, text, ())
         functions["verify", width] = partial(trial.verify, width)
@@ -324,7 +324,7 @@ def measure_parts(
         drafted = k or min(drafter.max_k, llm.verify_width - 1)
         trial = Trial(Slots(llm.placed, 1, room), drafter, sampler, text, (drafted,))
         functions["draft", name, drafted] = partial(trial.draft, drafted)
-        # As in a round, drafts follow a verification.
+        # As in a round, a draft follows a verification.
         before["draft", name, drafted] = functions["verify", max(widths)]
 
     prompt = TargetSession(llm.placed, room)
@@ -362,22 +362,22 @@ def measure(
     """Measures plain decoding and each drafter with each k on the same prompts, in turns.
 
     Args:
-        llm: The target, and the draft model where there is one.
+        llm: The target, and the draft model if there is one.
         plain: The same target for plain decoding, see `plain_decoder`.
         drafters: Names of the drafters to measure.
-        prompts: What the texts begin with.
+        prompts: The prompts.
         ks: Proposals per round.
         sampling: How tokens are chosen.
         max_new_tokens: Tokens per text.
-        repeats: Turns.
+        repeats: Number of turns.
         exit_layer: Layers that draft in "early_exit".
-        seed: Of the texts.
-        simulate_acceptance: None, or the share of right proposals that is simulated at each drafter's cost.
-        batch_sizes: Texts at the same time, for which many are generated too.
-        progress: Called now and then, between timings, with what is done and what there is to do.
+        seed: Seed of the texts.
+        simulate_acceptance: Acceptance to simulate at each drafter's cost; None for real drafts.
+        batch_sizes: Batch sizes to measure in addition.
+        progress: Called between timings with the number of completed steps and the total.
 
     Raises:
-        InputError: For a setting or a prompt that cannot be used, before anything is timed.
+        InputError: A setting or a prompt cannot be used. Raised before the measurement.
     """
     config, width = llm.placed.model.config, llm.verify_width
     settings: dict[str, Any] = dict(
@@ -428,7 +428,7 @@ def measure(
     )
     advance()
 
-    # A drafter for each run: of two runs that share one, the second would find the prompt read.
+    # One drafter per run: with a shared one, the second run would reuse the prompt of the first.
     drafting = [None if run.drafter == "none" else make(run.drafter) for run in runs]
     if simulate_acceptance is not None:
         drafting = [
@@ -438,7 +438,7 @@ def measure(
     measured: list[list[list[Completion]]] = [[] for _ in runs]  # by run and turn
     for turn in range(repeats + 1):
         completions: list[list[Completion]] = [[] for _ in runs]
-        # The first turn warms up.
+        # The first turn is warm-up.
         for j in range(len(prompts)) if turn else [longest]:
             for i, (run, drafter) in enumerate(zip(runs, drafting)):
                 decoder = plain if i == 0 else wide
@@ -481,7 +481,7 @@ def measure(
             )
         )
     advice = advise(runs, parts, exit_layer, simulate_acceptance)
-    # Smaller weights may stay in a processor's cache, and are then read faster than memory is.
+    # Smaller weights may stay in the processor's cache, which is faster than memory.
     share = parts.weight_bandwidth / parts.copy_bandwidth if parts.weight_bytes > 256e6 else 0.0
     if warning := noise([_speed(turn) for turn in measured[0]], share):
         advice = f"{advice} {warning}"
@@ -491,40 +491,40 @@ def measure(
 
 
 def _speed(texts: Sequence[Completion]) -> float:
-    """Tokens per second of one turn, after the prefill."""
+    """Tokens per second of one turn, without the prefill."""
     seconds = sum(text.stats.decode_seconds for text in texts)
     return sum(max(text.stats.new_tokens - 1, 0) for text in texts) / seconds if seconds else 0.0
 
 
 def noise(plain: Sequence[float], share: float) -> str:
-    """A sentence where a measurement was disturbed by other work; else nothing.
+    """A warning if other work disturbed the measurement, else "".
 
     Args:
         plain: Tokens per second of plain decoding, by turn.
-        share: The bandwidth at which a plain step reads weights, over that of a copy; well above 1 is impossible for
-            weights that no cache holds.
+        share: Bandwidth of reading weights in a plain step, over that of a copy. Values well above 1 are impossible for
+            weights that do not fit in a cache.
     """
     slowest, fastest = min(plain, default=0.0), max(plain, default=0.0)
     found = []
     if fastest > NOISY * slowest:
         found.append(f"plain decoding ran at {slowest:.1f} to {fastest:.1f} tokens/s in {len(plain)} equal turns")
     if share > NOISY:
-        found.append(f"weights seem to be read at {share:.0%} of what a copy moves")
+        found.append(f"weights seem to be read at {share:.0%} of the bandwidth of a copy")
     if not found:
         return ""
     return (
-        f"The machine was not quiet, so these figures are rough: {' and '.join(found)}. Measure again when nothing "
-        "else runs; on a small or busy machine `--threads 1` may be faster."
+        f"Other work disturbed the measurement, so these figures are rough: {' and '.join(found)}. Measure again when "
+        "nothing else runs; on a small or busy machine `--threads 1` may be faster."
     )
 
 
-NOISY = 1.25  # between turns that should be equal
-# Settings of a text that a measurement passes on.
+NOISY = 1.25  # largest ratio of times that should be equal
+# Settings of a text that a measurement passes to `generate`.
 GENERATED = ("temperature", "top_k", "top_p", "sampler", "max_new_tokens")
 
 
 def several(prompts: Sequence[str], count: int) -> list[str]:
-    """So many different prompts, made of a few: each time around of each word by word less."""
+    """Makes `count` different prompts from a few: each repetition of a prompt has one word less."""
     found = []
     for i in range(count):
         words = prompts[i % len(prompts)].split(" ")
@@ -543,15 +543,15 @@ def measure_batch(
     advance: Callable[[], None] = lambda: None,
     **settings: Any,
 ) -> Batch:
-    """Generates many texts, so many at a time, without a drafter and with one, in turns.
+    """Measures many texts with one batch size, without a drafter and with one, in turns.
 
     Args:
         llm: The target; its drafter is changed.
-        drafter: Who drafts.
+        drafter: The drafter.
         k: Proposals per round.
         size: Texts at the same time.
-        prompts: What they begin with.
-        repeats: Turns.
+        prompts: The prompts.
+        repeats: Number of turns.
         simulate_acceptance: See `measure`.
         advance: Called between timings.
         settings: Arguments of `SpecLLM.generate`.
@@ -569,7 +569,7 @@ def measure_batch(
             began = time.perf_counter()
             texts = llm.generate(list(prompts), batch_size=size, speculative_k=k, **settings)
             _synchronize(llm.placed.device)
-            if turn:  # the first warms up
+            if turn:  # the first is warm-up
                 speeds[name].append(sum(text.stats.new_tokens for text in texts) / (time.perf_counter() - began))
         advance()
     batch.plain, batch.speculative = median(speeds["plain"]), median(speeds["speculative"])
@@ -578,27 +578,27 @@ def measure_batch(
 
 
 def advise_batches(batches: Sequence[Batch]) -> str:
-    """One line: how many texts at a time, and whether speculation still pays."""
+    """The recommended batch size, and whether speculation is faster, in one line."""
     best = max(batches, key=lambda batch: max(batch.plain, batch.speculative))
     slow = [batch.size for batch in batches if batch.speedup <= 1]
     line = f"Most tokens per second with --batch_size {best.size}: {max(best.plain, best.speculative):.0f}"
     if best.speedup <= 1:
-        return f"{line}, without a drafter; from {min(slow)} texts at a time on speculation does not pay."
+        return f"{line}, without a drafter; from {min(slow)} texts at a time on, speculation is not faster."
     if slow:
-        return f"{line}; speculation does not pay with {', '.join(map(str, slow))} at a time."
-    return f"{line}; speculation pays at every size measured."
+        return f"{line}; speculation is not faster with {', '.join(map(str, slow))} texts at a time."
+    return f"{line}; speculation is faster at every size measured."
 
 
 def summarize(runs: Sequence[Run], measured: Sequence[Sequence[Sequence[Completion]]], parts: Parts) -> None:
-    """Enters what was measured into the runs.
+    """Computes the results of the runs.
 
-    Of each text the median over the turns counts, be it a time or a ratio to the plain text of the same turn, so that
-    one slow moment spoils nothing; then the texts are taken as one after the other.
+    For each text, the median over the turns is used, both for its time and for the ratio to the plain text of the same
+    turn, so that a short disturbance has no effect. Times of the texts are then added.
 
     Args:
-        runs: Plain decoding first.
+        runs: The runs to fill; plain decoding is the first.
         measured: For each run and turn, the texts.
-        parts: What the ideal is made of.
+        parts: Times of the parts, for the ideal speedup.
     """
     plain = measured[0]
     for run, turns in zip(runs, measured):
@@ -625,7 +625,7 @@ def summarize(runs: Sequence[Run], measured: Sequence[Sequence[Sequence[Completi
 
 
 def _tokens(text: Completion) -> int:
-    """Tokens that came from rounds: not the prefill's, but the one that ended the text, if one did."""
+    """Tokens from rounds: without the prefill's, and including a stop token."""
     return text.stats.new_tokens - 1 + (text.finish_reason == "stop")
 
 
@@ -636,7 +636,7 @@ def _seconds_per_token(text: Completion) -> float:
 def advise(
     runs: Sequence[Run], parts: Parts, exit_layer: int | None = None, simulate_acceptance: float | None = None
 ) -> str:
-    """One line: what to use for this pair on this machine."""
+    """The recommended drafter and k for this pair on this machine, in one line."""
     best = max((run for run in runs if run.drafter != "none"), key=lambda run: run.speedup)
     simulated = "" if simulate_acceptance is None else f"Simulated, with {simulate_acceptance:.0%} right proposals: "
     if best.speedup > 1:
@@ -656,10 +656,10 @@ def advise(
 
 
 def check_plot(path: str) -> None:
-    """Finds out before measuring whether `plot_report` could write there. A file that is there stays as it is.
+    """Checks before the measurement that `plot_report` can write the file. An existing file is not changed.
 
     Raises:
-        InputError: Without matplotlib, for a kind of picture it does not write, or where no file can be written.
+        InputError: matplotlib is not installed or does not support the format, or the file cannot be written.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -683,17 +683,17 @@ def _kind(path: str) -> str:
 
 
 def plot_report(report: Report, path: str) -> None:
-    """Draws the speedup of each drafter with each k as a bar, beside what its parts would allow.
+    """Plots the speedup of each drafter with each k as a bar, with the ideal speedup.
 
     Raises:
-        InputError: Where the file cannot be written.
+        InputError: The file cannot be written.
     """
     from matplotlib.figure import Figure
 
     wide, *runs = report.runs[1:]
     drafters = list(dict.fromkeys(run.drafter for run in runs))
     ks = list(dict.fromkeys(run.k for run in runs))
-    # A group of bars for each drafter, with a gap of one bar between them; all rows without a drafter come first.
+    # One group of bars per drafter, with a gap of one bar between groups; the run without a drafter comes first.
     places = [0] + [2 + drafters.index(run.drafter) * (len(ks) + 1) + ks.index(run.k) for run in runs]
     colors = ["0.5"] + ["#7a5195" if run.k == "auto" else "#2f6f9f" for run in runs]
     speedups, ideals = ([getattr(run, name) for run in (wide, *runs)] for name in ("speedup", "ideal"))
@@ -703,7 +703,7 @@ def plot_report(report: Report, path: str) -> None:
     axes = figure.add_subplot()
     axes.bar(places, speedups, width=0.84, color=colors, zorder=2)
     for x, speedup, ideal in zip(places, speedups, ideals):
-        # At the foot of the bar where it is high enough.
+        # At the bottom of the bar if it is high enough, else above it.
         low = speedup < 0.1 * top
         axes.annotate(
             f"{speedup:.2f}",
@@ -715,7 +715,7 @@ def plot_report(report: Report, path: str) -> None:
             fontsize=9,
         )
     ends = ([x - 0.42 for x in places], [x + 0.42 for x in places])
-    axes.hlines(ideals, *ends, color="0.1", linewidth=1.6, zorder=3, label="ideal: what the parts allow")
+    axes.hlines(ideals, *ends, color="0.1", linewidth=1.6, zorder=3, label="ideal, from the times of the parts")
     plain = f"plain decoding, {report.runs[0].tokens_per_second:.0f} tokens/s"
     axes.axhline(1, color="#c0392b", linewidth=1.2, linestyle="--", zorder=1, label=plain)
     axes.set_xticks(places, ["", *(str(run.k) for run in runs)])

@@ -1,8 +1,8 @@
-"""Checkpoint folders in LitGPT's format: opening, reading weights, and checking whether two are a pair.
+"""Checkpoint folders in LitGPT's format: opening them, reading weights, and checking that two are a pair.
 
-Whatever can be wrong with a folder that a user names is found here and said in one sentence (`InputError`), before any
-weight is read where that is possible. Weights are read with `weights_only=True`, so that a pickle cannot run code, and
-with `mmap=True`, so that a tensor which needs no cast is never copied.
+Errors in a user's folder are found here and reported in one sentence (`InputError`), if possible before weights are
+read. Weights are read with `weights_only=True`, so that a pickle cannot run code, and with `mmap=True`, so that a
+tensor that needs no cast is never copied.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SIZES += (
     "rope_base",
 )
 _SIZES += ("rope_condense_ratio", "attention_scores_scalar")
-_LARGEST = 1e12  # of any number in a config: beyond it sizes cannot even be multiplied
+_LARGEST = 1e12  # limit of numbers in a config, so that products of sizes do not overflow
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Checkpoint:
     """A checkpoint folder that has been checked.
 
     Attributes:
-        dir: The folder, as LitGPT resolves it: as given, or below `./checkpoints`.
+        dir: The folder, as LitGPT resolves it: as given, or in `./checkpoints`.
         config: The model that `model_config.yaml` describes.
         weights: Path of `lit_model.pth`.
         role: The argument that named the folder, for error messages.
@@ -63,12 +63,12 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class PairReport:
-    """What a target and a draft checkpoint have in common.
+    """Comparison of the vocabularies of a target and a draft checkpoint.
 
     Attributes:
         shared_vocab_size: Draft ids must be below it and not in `excluded`. The target may produce all its ids.
         notes: Sentences for the user.
-        excluded: Ids below `shared_vocab_size` that do not mean the same to both, in rising order.
+        excluded: Ids below `shared_vocab_size` that differ between the two, in rising order.
     """
 
     shared_vocab_size: int
@@ -76,7 +76,7 @@ class PairReport:
     excluded: tuple[int, ...] = ()
 
 
-# --- the folder -------------------------------------------------------------------------------------------------------
+# --- Folders ----------------------------------------------------------------------------------------------------------
 
 
 def open_checkpoint(
@@ -85,12 +85,12 @@ def open_checkpoint(
     """Opens and checks a checkpoint folder, except its tokenizer and the values of its weights.
 
     Args:
-        checkpoint_dir: A path, or a name below `./checkpoints`, as LitGPT's commands take it.
-        role: The argument or flag that it came from, to be named in errors.
-        may_convert: Convert a Hugging Face folder in place, where this process is the only one.
+        checkpoint_dir: A path, or a name in `./checkpoints`, as in LitGPT's commands.
+        role: The argument or flag that gave it, for error messages.
+        may_convert: Convert a Hugging Face folder in place, if this is the only process.
 
     Raises:
-        InputError: When the folder, or a file in it, is missing, unreadable, or something else than LitGPT's.
+        InputError: The folder or a file in it is missing, unreadable, or not in LitGPT's format.
     """
     given = os.fspath(checkpoint_dir)
     if not given or "\0" in given:
@@ -98,7 +98,7 @@ def open_checkpoint(
     try:
         folder = extend_checkpoint_dir(Path(given))
         _check_folder(Path(given), folder, role)
-        alone = os.environ.get("WORLD_SIZE", "1") == "1"  # ranks would write over each other
+        alone = os.environ.get("WORLD_SIZE", "1") == "1"  # several ranks would overwrite each other's files
         if may_convert and alone and not os.path.lexists(folder / WEIGHTS) and is_hugging_face(folder):
             convert(folder, role)
         _check_weights_file(folder, role)
@@ -113,25 +113,25 @@ def open_checkpoint(
 def _check_folder(given: Path, folder: Path, role: str) -> None:
     if folder.is_dir():
         os.listdir(folder)
-        os.stat(os.path.join(folder, "."))  # a folder that may be listed but not entered would seem to lack its files
+        os.stat(os.path.join(folder, "."))  # raises if the folder may be listed but not entered
         return
     if folder.exists():
         holder = f", here {str(folder.parent)!r}" if folder.name == WEIGHTS else ""
         raise InputError(f"{role} {str(folder)!r} is a file; give the folder that holds {WEIGHTS}{holder}.")
     as_given = given.is_absolute() or given.parts[0] == "checkpoints"
-    where = "" if as_given else ", neither as given nor below ./checkpoints"
+    where = "" if as_given else ", neither as given nor in ./checkpoints"
     what = f"{role} {str(given)!r} does not exist{where}"
     raise InputError(f"{what}; give a LitGPT checkpoint folder{_download(given)}.")
 
 
 def _download(given: Path) -> str:
-    """Ends a sentence about a missing folder with the command that makes it, where LitGPT can download it."""
+    """The end of a sentence about a missing folder: the command that downloads it."""
     parts = given.parts[-2:]
     for config in configs:
         hub = config["hf_config"]
         if hub["name"].lower() == parts[-1].lower() and (len(parts) < 2 or parts[0] in ("checkpoints", hub["org"])):
-            return f", such as `litgpt download {hub['org']}/{hub['name']}` makes"
-    return ", such as `litgpt download ORG/NAME` makes (`litgpt download list` shows the names)"
+            return f", for example from `litgpt download {hub['org']}/{hub['name']}`"
+    return ", for example from `litgpt download ORG/NAME` (`litgpt download list` shows the names)"
 
 
 def _check_present(folder: Path, names: tuple[str, ...], role: str) -> None:
@@ -144,22 +144,22 @@ def _check_present(folder: Path, names: tuple[str, ...], role: str) -> None:
 
 
 def _check_plain(path: Path, role: str) -> None:
-    """Raises InputError for a broken link, and for a pipe or a device, whose reading might never end."""
+    """Raises InputError for a broken link, a pipe or a device. Reading a pipe or a device might never end."""
     if path.is_symlink() and not path.exists():
         raise InputError(
-            f"{str(path)!r} ({role}) is a link to {os.readlink(path)!r}, which does not exist; put the file there, or "
-            "its content here."
+            f"{str(path)!r} ({role}) is a link to {os.readlink(path)!r}, which does not exist; restore that file, or "
+            "replace the link with the file."
         )
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise InputError(f"{str(path)!r} ({role}) is a pipe or a device; it must be a plain file.")
+        raise InputError(f"{str(path)!r} ({role}) is a pipe or a device; it must be a regular file.")
 
 
 def _check_weights_file(folder: Path, role: str) -> None:
-    """Checks the first and last bytes of `lit_model.pth`. Without this file, reports what the folder holds instead."""
+    """Checks the first and last bytes of `lit_model.pth`. If it is missing, reports what the folder holds instead."""
     path = folder / WEIGHTS
     if path.is_dir():
         raise InputError(
-            f"{str(path)!r} ({role}) is a folder, as sharded training writes it; make one file of it with "
+            f"{str(path)!r} ({role}) is a folder of shards from sharded training; convert it to one file with "
             f"`fabric consolidate {path}`."
         )
     _check_plain(path, role)
@@ -180,12 +180,12 @@ def _check_weights_file(folder: Path, role: str) -> None:
     elif head.startswith(b"\x80"):
         what = "is in the format of PyTorch before 1.6 or a bare pickle; save the weights again with torch.save"
     else:
-        what = "is no PyTorch file; it must hold the weights as LitGPT saves them"
+        what = "is not a PyTorch file; it must hold weights saved by LitGPT"
     raise InputError(f"{str(path)!r} ({role}) {what}.")
 
 
 def _what_else(folder: Path) -> str:
-    """Ends the sentence 'The folder has no lit_model.pth' with what it has instead and what to do."""
+    """The end of the sentence "The folder has no lit_model.pth": what it has instead and what to do."""
     names = sorted(path.name for path in folder.iterdir())
     if f"{WEIGHTS}.lora" in names:
         return f" but LoRA weights, {WEIGHTS}.lora; merge them with `litgpt merge_lora {folder}`"
@@ -196,12 +196,12 @@ def _what_else(folder: Path) -> str:
     if below := [name for name in names if (folder / name / WEIGHTS).exists()]:
         return f", but a subfolder has one: give {str(folder / below[-1])!r}"
     if others := [name for name in names if name.endswith((".pth", ".pt", ".ckpt"))]:
-        return f" but {others[0]}, which is something else; a LitGPT checkpoint folder holds {WEIGHTS}"
-    return "; a LitGPT checkpoint folder, such as `litgpt download` makes, holds one"
+        return f" but {others[0]}; the weights of a LitGPT checkpoint folder are in {WEIGHTS}"
+    return "; give a LitGPT checkpoint folder, for example from `litgpt download`"
 
 
 def _read_config(path: Path, role: str) -> Config:
-    """Reads `model_config.yaml`, which LitGPT's `Config` takes without looking at the values' types."""
+    """Reads `model_config.yaml` and checks the types of its values, which LitGPT's `Config` does not."""
     what = f"{str(path)!r} ({role})"
     try:
         fields = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -209,7 +209,7 @@ def _read_config(path: Path, role: str) -> Config:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise InputError(f"{what} is not valid YAML: {error.problem}{line}.") from error
     except RecursionError as error:
-        raise InputError(f"{what} is nested too deep to be LitGPT's; it holds names and values.") from error
+        raise InputError(f"{what} is nested too deeply; it must hold the fields of LitGPT's Config.") from error
     except (yaml.YAMLError, ValueError, OSError) as error:
         raise InputError(f"{what} cannot be read: {_one_line(error)}.") from error
     if not isinstance(fields, dict):
@@ -229,25 +229,25 @@ def _read_config(path: Path, role: str) -> Config:
     try:
         return Config(**fields)
     except AssertionError as error:
-        # LitGPT asserts without a message; the asserted line says what must hold.
+        # LitGPT's assertions have no message, so the asserted expression is shown.
         line = traceback.extract_tb(error.__traceback__)[-1].line or ""
         must = line.removeprefix("assert ").replace("self.", "") or "its sizes to agree"
-        raise InputError(f"{what} contradicts itself; LitGPT needs {must}.") from error
+        raise InputError(f"{what} is inconsistent; LitGPT needs {must}.") from error
     except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
         raise InputError(f"{what} does not describe a model: {_one_line(error)}.") from error
 
 
 def check_sizes(checkpoint: Checkpoint) -> None:
-    """Compares the sizes of the config with what the file of weights can hold, before a model of them is built.
+    """Checks that the sizes in the config fit the size of the weights file, before a model is built.
 
     Raises:
-        InputError: Names the first size that it cannot hold.
+        InputError: A size is too large.
     """
     config, what = checkpoint.config, f"{str(checkpoint.dir / 'model_config.yaml')!r} ({checkpoint.role})"
     held = checkpoint.weights.stat().st_size
     head_size = 1 if config.latent_attention else config.head_size
     sizes = {
-        "n_layer": config.n_layer,  # each has at least a byte
+        "n_layer": config.n_layer,  # each layer has at least one byte
         "padded_vocab_size x n_embd": config.padded_vocab_size * config.n_embd,
         "n_layer x n_head x head_size": config.n_layer * config.n_head * head_size,
         "intermediate_size": config.intermediate_size,
@@ -256,8 +256,8 @@ def check_sizes(checkpoint: Checkpoint) -> None:
     for name, size in sizes.items():
         if size > held:
             raise InputError(
-                f"{what} has {name} = {size:,}, which cannot fit the {held:,} bytes of {WEIGHTS}; give the config and "
-                "the weights of one model."
+                f"{what} has {name} = {size:,}, which cannot fit in the {held:,} bytes of {WEIGHTS}; give the config "
+                "and the weights of the same model."
             )
 
 
@@ -279,22 +279,22 @@ def _one_line(error: BaseException | str, limit: int = 200) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-# --- the weights ------------------------------------------------------------------------------------------------------
+# --- Weights ----------------------------------------------------------------------------------------------------------
 
 
 def read_state_dict(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The weights by LitGPT's names, mapped into memory: nothing is read until it is used.
+    """The weights by LitGPT's names, memory-mapped: a tensor is read when it is used.
 
     Raises:
-        InputError: When the file is damaged, would run code, or holds something else than a LitGPT model.
+        InputError: The file is damaged, would run code, or does not hold a LitGPT model.
     """
     what = f"{str(checkpoint.weights)!r} ({checkpoint.role})"
     try:
         content = torch.load(checkpoint.weights, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         raise InputError(f"{what} {_refused_pickle(str(error), checkpoint.dir)}.") from error
-    except Exception as error:  # a damaged pickle can raise nearly anything
-        raise InputError(f"{what} is damaged or no file of weights: {_one_line(error)}.") from error
+    except Exception as error:  # a damaged pickle can raise almost any error
+        raise InputError(f"{what} is damaged or not a file of weights: {_one_line(error)}.") from error
     if isinstance(content, Mapping) and "param_groups" in content:
         raise InputError(f"{what} is the state of an optimizer; give the folder with the model's weights.")
     if isinstance(content, Mapping) and any(str(key).startswith("optimizer") for key in content):
@@ -312,7 +312,7 @@ def _extract(folder: Path) -> str:
 
 
 def _refused_pickle(message: str, folder: Path) -> str:
-    """Says why `weights_only` refused: names the class or function that unpickling would have called."""
+    """Explains why `weights_only` rejected the file: names the class or function that unpickling would have called."""
     found = re.search(r"GLOBAL ([\w.]+)", message) or re.search(
         r"(?:class|type|function) <?'?([\w.]+\.[\w.]+)", message
     )
@@ -320,8 +320,8 @@ def _refused_pickle(message: str, folder: Path) -> str:
     if name and name.startswith(("litgpt.", "lightning.")):
         return f"holds more than weights ({name}), as training saves them; {_extract(folder)}"
     if name:
-        return f"would run code when loaded ({name}), which is refused; a checkpoint may hold tensors only"
-    return "is damaged, or would run code when loaded, and is refused; download or convert the checkpoint again"
+        return f"would run code when loaded ({name}) and is rejected; a checkpoint may hold only tensors"
+    return "is damaged, or would run code when loaded, and is rejected; download or convert the checkpoint again"
 
 
 def _check_names(weights: Mapping[Any, Any], what: str, folder: Path) -> None:
@@ -342,7 +342,7 @@ def _check_names(weights: Mapping[Any, Any], what: str, folder: Path) -> None:
             kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
             raise InputError(f"{what} holds {name!r} as {kind}; it must hold floating-point tensors.")
         if value.layout != torch.strided or value.is_meta:
-            kind = "a tensor without content" if value.is_meta else str(value.layout)
+            kind = "a meta tensor without data" if value.is_meta else str(value.layout)
             raise InputError(f"{what} holds {name!r} as {kind}; it must hold dense tensors.")
 
 
@@ -363,22 +363,22 @@ def load_weights(
     device: torch.device | str | Callable[[str], torch.device] | None = None,
     part: Callable[[str, Tensor], Tensor] | None = None,
 ) -> None:
-    """Puts a checkpoint's weights into a model, in place, tensor by tensor.
+    """Loads a checkpoint's weights into a model, in place, tensor by tensor.
 
-    A tensor that needs neither cast nor transfer stays mapped to the file and costs no memory of its own; of the others
-    one at a time exists twice. Weights that share memory in the file (a tied head) share it afterwards. Tables that no
-    checkpoint holds (rope) are kept, or computed where the model was built on the meta device.
+    A tensor that needs no cast and no transfer stays memory-mapped and needs no extra memory. Of the other tensors, one
+    at a time exists twice. Weights that share memory in the file (a tied head) share it in the model. Buffers that are
+    not in checkpoints (rope) are kept, or computed if the model is on the meta device.
 
     Args:
         model: A GPT with LitGPT's parameter names, on any device, the meta device included.
         checkpoint: The checkpoint of the weights.
-        dtype: Dtype to cast to; None for the dtype of each of the model's parameters.
+        dtype: Dtype to cast to; None for the dtypes of the model's parameters.
         device: Device of the weights, or a function from a weight's name to its device. None for the model's device, or
             the CPU for a model on the meta device.
         part: A function from a weight's name and tensor to the part to keep; None to keep all.
 
     Raises:
-        InputError: When the weights do not fit the model, which is unchanged then; names the first parameter at fault.
+        InputError: The weights do not fit the model; the model is then unchanged.
     """
     weights = read_state_dict(checkpoint)
     wanted = model.state_dict(keep_vars=True)
@@ -406,11 +406,11 @@ def _check_fit(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor], chec
     what = f"{str(checkpoint.weights)!r} ({checkpoint.role})"
     for name, old in wanted.items():
         if name not in weights:
-            raise InputError(f"{what} lacks {name!r}, which the model of model_config.yaml has.")
+            raise InputError(f"{what} lacks {name!r}, which model_config.yaml requires.")
         if weights[name].shape != old.shape:
             found, right = tuple(weights[name].shape), tuple(old.shape)
             raise InputError(
-                f"{what} does not fit model_config.yaml: {name!r} has shape {found}, the model needs {right}."
+                f"{what} does not fit model_config.yaml: {name!r} has shape {found}, but the model needs {right}."
             )
     if unexpected := [name for name in weights if name not in wanted]:
         raise InputError(f"{what} holds {unexpected[0]!r}, which the model of model_config.yaml does not have.")
@@ -426,7 +426,7 @@ def _replace(model: nn.Module, name: str, new: Tensor, old: Tensor) -> None:
 
 
 def _settle_tables(model: nn.Module, device: torch.device | str | None) -> None:
-    """Brings the buffers that no checkpoint holds to the weights' device, and computes those on the meta device."""
+    """Moves the buffers that are not in checkpoints to the weights' device, and computes those on the meta device."""
     to = next(model.parameters()).device if device is None else torch.device(device)
     held = model.state_dict()
     for name, buffer in list(model.named_buffers()):
@@ -436,33 +436,33 @@ def _settle_tables(model: nn.Module, device: torch.device | str | None) -> None:
             path, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(path), leaf, buffer.to(to))
         elif name in ("cos", "sin"):
-            rope_cache: Any = model.rope_cache  # as LitGPT's GPT does it
+            rope_cache: Any = model.rope_cache
             model.cos, model.sin = rope_cache(device=to)
         else:
             kind = type(model).__name__
-            raise RuntimeError(f"{kind} was built on the meta device and has no way to compute its buffer {name!r}.")
+            raise RuntimeError(f"{kind} is on the meta device, and its buffer {name!r} cannot be computed.")
 
 
-# --- the tokenizers ---------------------------------------------------------------------------------------------------
+# --- Tokenizers -------------------------------------------------------------------------------------------------------
 
 
 def load_tokenizer(checkpoint_dir: Path, *, role: str = "checkpoint_dir") -> Tokenizer:
-    """LitGPT's tokenizer of a folder, without the folder's settings for training.
+    """Loads LitGPT's tokenizer from a folder, without settings for training.
 
     Raises:
-        InputError: When a file that it is made from is missing or broken.
+        InputError: A file of the tokenizer is missing or broken.
     """
     path = checkpoint_dir / "tokenizer_config.json"
     if path.exists():
         content = _read_json(path, role)[0]
         if not isinstance(content.get("tokenizer_class"), str):
             raise InputError(f"{str(path)!r} ({role}) has no tokenizer_class, which LitGPT needs.")
-    read_generation_config(checkpoint_dir, role=role)  # LitGPT reads it too, and a broken one is to be named
+    read_generation_config(checkpoint_dir, role=role)  # LitGPT reads it too; this reports a broken file by name
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of JSON that LitGPT repairs: the caller hears of it another way
+            warnings.simplefilter("ignore")  # about JSON that LitGPT repairs, which `TextCodec.notes` reports
             return _for_inference(Tokenizer(checkpoint_dir))
-    except Exception as error:  # the tokenizers library raises nothing narrower
+    except Exception as error:  # the tokenizers library raises plain Exception
         names = ("tokenizer.json", "tokenizer.model")
         name = next((name for name in names if (checkpoint_dir / name).is_file()), " or ".join(names))
         what = f"{str(checkpoint_dir / name)!r} ({role})"
@@ -470,7 +470,7 @@ def load_tokenizer(checkpoint_dir: Path, *, role: str = "checkpoint_dir") -> Tok
 
 
 def _for_inference(tokenizer: Tokenizer) -> Tokenizer:
-    """Switches off settings of training in `tokenizer.json`: truncation, padding and random splits (dropout)."""
+    """Disables settings for training in `tokenizer.json`: truncation, padding and random splits (dropout)."""
     if tokenizer.backend == "huggingface":
         tokenizer.processor.no_truncation()
         tokenizer.processor.no_padding()
@@ -480,10 +480,10 @@ def _for_inference(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def read_generation_config(checkpoint_dir: Path, *, role: str = "checkpoint_dir") -> tuple[dict[str, Any], bool]:
-    """What `generation_config.json` says, `{}` without it, and whether it took LitGPT's repair of broken JSON.
+    """The content of `generation_config.json` (`{}` without it), and whether LitGPT's repair of broken JSON was needed.
 
     Raises:
-        InputError: When the file cannot be read even so.
+        InputError: The file cannot be read or repaired.
     """
     path = checkpoint_dir / "generation_config.json"
     content, repaired = _read_json(path, role, repair=True) if path.is_file() else ({}, False)
@@ -514,7 +514,7 @@ def _read_json(path: Path, role: str, repair: bool = False) -> tuple[dict[str, A
 
 class _Vocabulary(NamedTuple):
     tokens: dict[int, str]  # by id
-    added: dict[int, bool]  # for the added tokens among them: whether they are special
+    added: dict[int, bool]  # for each added token: whether it is special
 
 
 def _vocabulary(tokenizer: Tokenizer) -> _Vocabulary:
@@ -529,18 +529,18 @@ def _vocabulary(tokenizer: Tokenizer) -> _Vocabulary:
 
 
 def check_pair(target: Checkpoint, draft: Checkpoint) -> PairReport:
-    """Tells whether one checkpoint may draft for another: their tokenizers must agree, their padded sizes need not.
+    """Checks that one checkpoint can draft for another. Their vocabularies must agree; padded sizes may differ.
 
-    Every token of the smaller vocabulary must have the same id in the larger. Ids where only added special tokens
-    differ, and ids that one of the two lacks, are no fault: they are never proposed.
+    Every token of the smaller vocabulary must have the same id in the larger one. Ids where only added special tokens
+    differ, and ids that one of the two lacks, are allowed but never proposed.
 
     Raises:
-        InputError: Names the first token, by id, that differs.
+        InputError: A token differs; the message names the one with the lowest id.
     """
     tokenizers = [load_tokenizer(checkpoint.dir, role=checkpoint.role) for checkpoint in (target, draft)]
     of_target, of_draft = map(_vocabulary, tokenizers)
     common = of_target.tokens.keys() & of_draft.tokens.keys()
-    # Ids that the smaller one alone has are looked at too: the larger has their tokens elsewhere, or not at all.
+    # Ids that only the smaller one has are errors too: the larger one has their tokens at other ids, or not at all.
     smaller = min(of_draft.tokens, of_target.tokens, key=len)
     differing = [i for i in sorted(common | smaller.keys()) if of_target.tokens.get(i) != of_draft.tokens.get(i)]
     for id_ in differing:
@@ -557,18 +557,18 @@ def check_pair(target: Checkpoint, draft: Checkpoint) -> PairReport:
         first = differing[0]
         notes.append(
             f"{len(differing)} added special token(s) differ, first id {first}: {of_target.tokens.get(first)!r} in the "
-            f"target, {of_draft.tokens.get(first)!r} in the draft; they are never drafted."
+            f"target, {of_draft.tokens.get(first)!r} in the draft; they are never proposed."
         )
     for owner, tokens in (("target", of_target.tokens), ("draft", of_draft.tokens)):
         if own := sorted(one_sided.intersection(tokens).difference(differing)):
             named = f"{own[0]} ({tokens[own[0]]!r})"
-            notes.append(f"The {owner} has {len(own)} token(s) of its own, first id {named}; they are never drafted.")
+            notes.append(f"{len(own)} token(s) exist only in the {owner}, first id {named}; they are never proposed.")
     notes += _pair_notes(target, draft, *(tokenizer.use_bos for tokenizer in tokenizers))
     return PairReport(size, tuple(notes), tuple(excluded))
 
 
 def _mismatch(id_: int, target: Checkpoint, draft: Checkpoint, targets: dict[int, str], drafts: dict[int, str]) -> str:
-    """Names the token at an id, and where the other tokenizer has it."""
+    """The error message for a token that has another id, or none, in the other tokenizer."""
     one, other, tokens, others = ("target", "draft", targets, drafts)
     if id_ not in tokens:
         one, other, tokens, others = ("draft", "target", drafts, targets)
@@ -576,7 +576,7 @@ def _mismatch(id_: int, target: Checkpoint, draft: Checkpoint, targets: dict[int
     place = "does not have it" if elsewhere is None else f"has it as id {elsewhere}"
     return (
         f"The tokenizers of {str(target.dir)!r} and {str(draft.dir)!r} ({draft.role}) differ: {tokens[id_]!r} is id "
-        f"{id_} of the {one}, the {other} {place}; give a draft with the target's vocabulary."
+        f"{id_} of the {one}, but the {other} {place}; give a draft model with the target's vocabulary."
     )
 
 
@@ -585,12 +585,13 @@ def _pair_notes(target: Checkpoint, draft: Checkpoint, target_bos: bool, draft_b
     if target_bos != draft_bos:
         does, does_not = (target, draft) if target_bos else (draft, target)
         notes.append(
-            f"Warning: LitGPT puts BOS before a prompt for the folder {does.dir.name!r} and none for "
-            f"{does_not.dir.name!r} (it goes by name and tokenizer_config.json); prompts are encoded as for the target."
+            f"Warning: LitGPT puts BOS before prompts for the folder {does.dir.name!r} but not for "
+            f"{does_not.dir.name!r} (from the folder's name and tokenizer_config.json); prompts are encoded as for the "
+            "target."
         )
     ends, goes_on = draft.config.block_size, target.config.block_size
     if ends < goes_on:
         notes.append(
-            f"The draft's block_size is {ends:,}, the target's {goes_on:,}: no drafts beyond position {ends:,}."
+            f"The draft's block_size is {ends:,}, the target's {goes_on:,}; nothing is drafted after position {ends:,}."
         )
     return notes

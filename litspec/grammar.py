@@ -1,9 +1,9 @@
-"""Constrained text: a JSON schema, a regular expression, or a grammar in Lark's notation.
+"""Constrained decoding with a JSON schema, a regular expression, or a grammar in Lark's notation.
 
-llguidance tells which tokens may come next, and which must (https://github.com/guidance-ai/llguidance). What may come
-after each token of a proposal is asked before the target verifies it; the grammar then goes back to where the text
-stands, so a refused proposal leaves no trace. Tokens that must come are proposed without asking a drafter; they are
-proposals like others.
+llguidance (https://github.com/guidance-ai/llguidance) computes which tokens are allowed next, and which are forced. The
+allowed tokens after each token of a proposal are computed before the target verifies it. The grammar is then rolled
+back to the committed text, so rejected proposals do not change it. Forced tokens are proposed without a drafter and
+verified like all proposals.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from litspec.text import TextCodec
 
 
-# As Python's `json.dumps` writes it. Where any white space may stand between two words, a small model writes nothing
-# else, and nothing is forced to come next. A schema may say otherwise under "x-guidance".
+# The style of Python's `json.dumps`. With flexible white space, small models may write endless white space, and no
+# tokens are forced. A schema can override this under "x-guidance".
 JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 
 
 class Form(NamedTuple):
-    """The form of a text.
+    """The required form of a text.
 
     Attributes:
         setting: The setting that gives the form.
-        source: Its value: JSON of a schema, a regular expression, or Lark.
+        source: Its value: a JSON schema, a regular expression, or a Lark grammar.
     """
 
     setting: str
@@ -52,10 +52,10 @@ def form_of(settings: GenerateConfig) -> Form | None:
 
 
 def _schema_of_response(response_format: Mapping[str, Any]) -> Any:
-    """The JSON schema that an OpenAI API's `response_format` asks for; None for plain text.
+    """The JSON schema of an OpenAI API's `response_format`; None for plain text.
 
     Raises:
-        InputError: It is none.
+        InputError: The value is not a valid `response_format`.
     """
     kind = response_format.get("type")
     if kind == "text":
@@ -76,7 +76,7 @@ class Grammars:
 
     Args:
         codec: The tokenizer.
-        stop_ids: Single tokens that end a text; where a grammar allows an end it allows these.
+        stop_ids: Single tokens that end a text; a grammar allows them where the text may end.
 
     Raises:
         InputError: llguidance is not installed.
@@ -92,7 +92,7 @@ class Grammars:
             ) from error
         self._library: Any = llguidance
         self._vocab_size = codec.config.padded_vocab_size
-        # llguidance needs a token that ends a text. Without one it gets an additional id.
+        # llguidance needs an EOS token. If there is none, it gets an additional id.
         self._extra = None if stop_ids else codec.known_ids
         given: Any = (_Sentencepiece if codec.tokenizer.backend == "sentencepiece" else _huggingface)(
             codec, self._extra
@@ -103,10 +103,10 @@ class Grammars:
         self._made: dict[Form, Any] = {}
 
     def make(self, form: Form) -> Grammar:
-        """A grammar at the beginning of a text.
+        """Makes a grammar in its initial state.
 
         Raises:
-            InputError: The form cannot be read.
+            InputError: The form cannot be parsed.
         """
         if form not in self._made:
             matcher = self._library.LLMatcher(self._tokenizer, self._compiled(form), log_level=0)
@@ -125,12 +125,12 @@ class Grammars:
         return str(matcher.grammar_from_json_schema(form.source, defaults=JSON_STYLE))
 
 
-# The name of the additional token that ends a text; no tokenizer has it.
+# The name of the additional EOS token; no tokenizer has it.
 END = "<|the end of a text of litspec|>"
 
 
 def _huggingface(codec: TextCodec, extra: int | None) -> str:
-    # Padding and truncation are for prompts in batches.
+    # Without the file's padding and truncation, which are for batches of prompts.
     content = json.loads(codec.tokenizer.processor.to_str()) | {"padding": None, "truncation": None}
     if extra is not None:
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -165,19 +165,19 @@ class _Sentencepiece:
 
     def __call__(self, text: bytes | str) -> list[int]:
         wanted = text.encode() if isinstance(text, str) else text
-        # Behind a character that is joined with none, so that no space is put before the text.
+        # After a character that merges with no other, so that the tokenizer adds no space before the text.
         before = self._processor.encode("\ue000")
         ids = list(self._processor.encode("\ue000" + wanted.decode(errors="replace"))[len(before) :])
-        # A normaliser may have changed the text; what is forced must be those bytes.
+        # A normalizer may have changed the text, but forced tokens must have exactly these bytes.
         return ids if b"".join(self.tokens[id_] for id_ in ids) == wanted else self._longest(wanted)
 
     def _longest(self, wanted: bytes) -> list[int]:
-        """Tokens of a byte string, greedily the longest first."""
+        """Tokens of a byte string; greedily takes the longest token."""
         found: list[int] = []
         while wanted:
             size = next((n for n in range(min(len(wanted), self._most), 0, -1) if wanted[:n] in self._ids), 0)
             if not size:
-                break  # it cannot be spelled
+                break  # no token begins like this
             found.append(self._ids[wanted[:size]])
             wanted = wanted[size:]
         return found
@@ -187,9 +187,9 @@ class Grammar:
     """The state of one text in its grammar. It is also a `stopping.Stop`: the text ends where the grammar ends.
 
     Args:
-        matcher: llguidance's, at the beginning.
+        matcher: llguidance's matcher in its initial state.
         vocab_size: V.
-        extra: An id that ends a text for llguidance and is none of the model's; None for none.
+        extra: An additional EOS id that the model does not have; None for none.
     """
 
     def __init__(self, matcher: Any, vocab_size: int, extra: int | None = None) -> None:
@@ -197,24 +197,24 @@ class Grammar:
         self._words = (vocab_size + 31) // 32
         self._extra = extra if extra is not None and extra < 32 * self._words else None
         self._seen = 0
-        self._masks: list[bytes] = []  # of the next token, and of those after each token of the proposal
+        self._masks: list[bytes] = []  # for the next token, and after each token of the proposal
 
     def forced(self, most: int) -> list[int]:
-        """The tokens that the grammar forces to come next, up to a limit."""
+        """The next tokens that the grammar forces, up to a limit."""
         return list(self._matcher.compute_ff_tokens()[:most])
 
     def foresee(self, proposal: Sequence[int]) -> None:
         """Computes the masks of allowed tokens after each token of a proposal.
 
         Raises:
-            InputError: The grammar is too much for llguidance.
+            InputError: llguidance reached a limit in this grammar.
         """
         matcher = self._matcher
         self._masks = [self._mask()]
         consumed = 0
         for token in proposal:
             if token < 0 or matcher.try_consume_tokens([token]) != 1:
-                break  # it will be refused; what might come after it does not matter
+                break  # it will be rejected, so later masks are not used
             consumed += 1
             if matcher.is_stopped():
                 break  # the text ends here
@@ -224,9 +224,9 @@ class Grammar:
         self._check()
 
     def masks(self, rows: int) -> torch.Tensor:
-        """Which tokens may come in each row of a block: (rows, V / 32) int32, a bit for each id.
+        """The allowed tokens in each row of a block: (rows, V / 32) int32, one bit per id.
 
-        Rows that `foresee` was not asked about allow everything.
+        Rows for which `foresee` has computed no mask allow everything.
         """
         if not self._masks:
             self._masks = [self._mask()]
@@ -239,7 +239,7 @@ class Grammar:
         return torch.cat((found, every))
 
     def push(self, tokens: Sequence[int]) -> Verdict:
-        """Takes committed tokens; the last of the grammar is part of the text."""
+        """Takes committed tokens. The token that completes the grammar is part of the text."""
         self._masks = []
         for token in tokens:
             self._seen += 1
@@ -255,4 +255,4 @@ class Grammar:
     def _check(self) -> None:
         if self._matcher.is_error():
             reason = " ".join(str(self._matcher.get_error()).split())
-            raise InputError(f"The grammar of this text cannot be followed any further: {reason}")
+            raise InputError(f"The text cannot continue in its grammar: {reason}")

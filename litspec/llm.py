@@ -1,4 +1,4 @@
-"""`SpecLLM`: load a pair, text in, a `Completion` or a stream out."""
+"""`SpecLLM`: loads a pair, and generates a `Completion` or a stream for a prompt."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ from litspec.types import DrafterName, FinishReason
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-T = TypeVar("T")  # what a caller calls a text
+T = TypeVar("T")  # the caller's name of a text
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished text. In a notebook it shows itself, each token tinted by where it came from.
+    """A finished text. A notebook shows it with each token coloured by its origin.
 
     Attributes:
-        prompt: As it was given, before the prompt style.
-        text: The completion. With a stop string it ends before it, perhaps in the middle of the last token.
-        token_ids: Its tokens: the shortest run that decodes to (at least) the text.
+        prompt: The prompt as given, without the prompt style.
+        text: The completion. It ends before a stop string, possibly inside the last token.
+        token_ids: Its tokens: the shortest sequence whose text contains the completion.
         finish_reason: "stop" or "length".
         stats: Counts and times.
         drafted: For each token, whether a drafter proposed it (else it is the target's own).
-        blocks: What each round committed, the prefill first.
-        pieces: The text, cut where its origin may change; joined they are the text.
-        logprobs: Of each token, where they were asked for; else None.
+        blocks: The committed tokens of each round, beginning with the prefill.
+        pieces: The text, split by the origin of its tokens.
+        logprobs: Log-probabilities of each token; None if not requested.
     """
 
     prompt: str
@@ -78,21 +78,21 @@ class Completion:
         return to_html(self.pieces, self.drafted, self.stats, self.finish_reason)
 
     def plot(self) -> Figure:
-        """Acceptance by position in the block and tokens per round along the text, with matplotlib.
+        """Plots acceptance by position in the block, and tokens per round along the text, with matplotlib.
 
         Raises:
-            InputError: Without matplotlib.
+            InputError: matplotlib is not installed.
         """
         return plot_acceptance(self.blocks, self.stats)
 
 
 @dataclass(frozen=True)
 class Score:
-    """How likely the target finds a text.
+    """The likelihood of a text under the target.
 
     Attributes:
         text: The text.
-        logprobs: Of each token that was scored.
+        logprobs: Log-probabilities of each scored token.
     """
 
     text: str
@@ -100,7 +100,7 @@ class Score:
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens that were scored."""
+        """The scored tokens."""
         return [each.token_id for each in self.logprobs]
 
     @property
@@ -115,17 +115,17 @@ class Score:
 
 
 def text_seed(seed: int, index: int) -> int:
-    """The seed of the index-th text of many: a hash, so that adding a text changes no other's."""
+    """The seed of the text with an index: a hash, so that adding a text does not change the others."""
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 class TextStream(Iterator[str]):
-    """Pieces of a text as they are committed: whole characters, and nothing that a stop takes back.
+    """Parts of a text as they are committed: whole characters, without text that a stop may still remove.
 
     Attributes:
         completion: The finished text; None until the stream has ended.
-        latest: What the stream gave last, cut by where it came from.
+        latest: The last returned part, split by the origin of its tokens.
     """
 
     def __init__(self, parts: Generator[list[Piece] | Completion]) -> None:
@@ -177,13 +177,13 @@ class SpecLLM:
         self._pair = pair
         self._embedded = embedded
         self._published = published
-        self._idle: Engine | None = None  # the last texts', kept for its memory and its prompts
-        self._grammars: Grammars | None = None  # made for the first text that asks for one
-        self._paying: int | None = None  # texts at the same time that pay
-        # What rounds cost, and how many proposals were accepted so far, by drafter and how tokens are chosen.
+        self._idle: Engine | None = None  # engine of the last texts, kept for its memory and its prompts
+        self._grammars: Grammars | None = None  # made for the first text with a grammar
+        self._paying: int | None = None  # result of `slots_that_pay`
+        # Costs of rounds, and acceptance so far, by drafter and sampling settings.
         self._costs: dict[tuple[object, ...], RoundCosts] = {}
         self._accepted: dict[tuple[object, ...], Acceptance] = {}
-        self._drafters: dict[int, Drafter] = {}  # by id, which is then no other's
+        self._drafters: dict[int, Drafter] = {}  # by id; a reference keeps the id unique
         self._lock = threading.Lock()
 
     @classmethod
@@ -195,18 +195,18 @@ class SpecLLM:
             {config}
 
         Raises:
-            InputError: A folder, file or setting cannot be used. It is a ValueError.
+            InputError: A ValueError: a folder, file or setting cannot be used.
         """
         checkpoint_dir, draft_dir, drafter = config.checkpoint_dir, config.draft_dir, config.drafter
         embedded = checkpoint_dir is None
         if config.threads is not None:
-            torch.set_num_threads(config.threads)  # before anything is measured, or laid out for them
+            torch.set_num_threads(config.threads)  # before the measurements and layouts that depend on it
         if checkpoint_dir is None:
             checkpoint_dir = DEMO_TARGET
             draft_dir = DEMO_DRAFT if drafter in ("auto", "draft_model") else None
         target = open_checkpoint(checkpoint_dir, role="checkpoint_dir", may_convert=config.convert)
         if drafter not in ("auto", "draft_model"):
-            draft_dir = None  # not needed, so not read
+            draft_dir = None  # not needed
         kind = kind_of(draft_dir, target.dir) if draft_dir is not None else "litgpt"
         draft = None
         if draft_dir is not None and kind == "litgpt":
@@ -240,30 +240,30 @@ class SpecLLM:
     def with_drafter(
         self, drafter: DrafterName | Drafter, *, exit_layer: int | None = None, verify_width: int | None = None
     ) -> SpecLLM:
-        """The same target, loaded once, with another drafter or another width; arguments as in `load`.
+        """The same loaded target with another drafter or verify_width; arguments as in `load`.
 
-        At another width the text may differ in its last bits, hence where two tokens are nearly equal.
+        With another width, logits may differ in their last bits. The text may then differ at a near-tie of two tokens.
         """
         width = self.verify_width if verify_width is None else verify_width
-        LoadConfig(drafter=drafter, exit_layer=exit_layer, verify_width=width)  # checks them
+        LoadConfig(drafter=drafter, exit_layer=exit_layer, verify_width=width)  # validates the arguments
         placed = self.placed if verify_width is None else replace(self.placed, verify_width=verify_width)
         chosen = make_drafter(drafter, placed, pair=self._pair, published=self._published, exit_layer=exit_layer)
         return SpecLLM(placed, self.codec, chosen, self._pair, self._embedded, self._published)
 
     def compiled(self) -> SpecLLM:
-        """The same weights and the same kind of drafter, with compiled steps; see `load`.
+        """The same weights and drafter, with compiled steps; see `load`.
 
         Raises:
-            InputError: Where that is not possible.
+            InputError: The steps cannot be compiled.
         """
         if any(isinstance(module, PackedLinear) for module in self.placed.model.modules()):
-            raise InputError("compiled() needs weights as they are in the file; load with compile=True instead.")
+            raise InputError("compiled() needs weights in their original layout; load with compile=True instead.")
         placed = replace(self.placed, runner=CompiledRunner(self.placed.device))
         return SpecLLM(placed, self.codec, self.drafter, self._pair, self._embedded, self._published)
 
     @property
     def draft_name(self) -> str | None:
-        """The model that draft_dir holds, or the kind of a published drafter; None where there is neither."""
+        """Name of the draft model in draft_dir, or the kind of a published drafter; None if there is neither."""
         if self.placed.draft_model is not None:
             return self.placed.draft_model.config.name
         return None if self._published is None else self._published.name
@@ -275,7 +275,7 @@ class SpecLLM:
 
     @property
     def runner(self) -> Runner:
-        """Runs the steps, eager or compiled."""
+        """The runner of steps, eager or compiled."""
         return self.placed.runner
 
     @property
@@ -284,7 +284,7 @@ class SpecLLM:
         return self.placed.verify_width
 
     def describe(self) -> str:
-        """What is loaded, in a few lines for a terminal."""
+        """A description of the loaded pair, in a few lines for a terminal."""
         config = self.placed.model.config
         dtype = str(next(self.placed.model.parameters()).dtype).removeprefix("torch.")
         lines = [f"Target {config.name!r}, {dtype} on {self.placed.device}, verifying up to {self.verify_width} rows."]
@@ -316,17 +316,17 @@ class SpecLLM:
         """Generates text with speculative decoding; the text is the target's own.
 
         Args:
-            prompt: A prompt, to which the checkpoint's prompt style is applied; or several, one text each.
+            prompt: A prompt, to which the checkpoint's prompt style is applied; or a list of prompts, one text each.
             {settings}
-            stream: Return an iterator of pieces of the text instead.
-            index: Of this text among many: with the seed it makes the text's own random stream. The texts of a list are
-                counted on from it.
-            num_samples: How many texts to write for one prompt, which come as a list; they are counted on from `index`.
-            batch_size: Of several texts, the most that are generated at the same time; "auto" for as many as pay and
-                as memory holds. A text does not depend on it.
+            stream: Return an iterator over parts of the text instead.
+            index: Index of the text. The seed and the index determine its random numbers. Several texts get consecutive
+                indices from here on.
+            num_samples: Number of texts for one prompt, returned as a list; they get consecutive indices from `index`.
+            batch_size: The most texts that are generated at the same time; "auto" for as many as memory holds and as
+                increase throughput. A text does not depend on it.
 
         Raises:
-            InputError: A ValueError; for a setting out of range, or a prompt too long for the model.
+            InputError: A ValueError: a setting is out of range, or a prompt is too long for the model.
         """
         prompt = checked("prompt", prompt, str | Sequence[str])
         stream, index = checked("stream", stream, bool), checked("index", index, int)
@@ -336,12 +336,12 @@ class SpecLLM:
             raise InputError(f"num_samples must be at least 1, got {num_samples}")
         if num_samples > 1 and (stream or not isinstance(prompt, str)):
             other = "stream=True" if stream else "a list of prompts"
-            raise InputError(f"num_samples = {num_samples} is for one prompt, and does not go with {other}.")
+            raise InputError(f"num_samples = {num_samples} needs a single prompt and cannot be used with {other}.")
         if not isinstance(prompt, str) and stream:
             raise InputError("stream=True takes one prompt, not a list; stream them one after the other.")
         if settings.seed is None:
             settings = replace(settings, seed=self.placed.share_int(int(torch.randint(2**62, ()))))
-        # Checked and encoded now, so that a mistake shows here and not at the first piece.
+        # Checked and encoded here, so that errors are raised now and not by the stream.
         prompts = [prompt] * num_samples if isinstance(prompt, str) else list(prompt)
         texts = [self._prepare(each, settings, index + i) for i, each in enumerate(prompts)]
         if isinstance(prompt, str) and num_samples == 1:
@@ -353,7 +353,7 @@ class SpecLLM:
             assert alone.completion is not None, "a stream ends with its completion"
             return alone.completion
         completions: dict[int, Completion] = {}
-        # The longest first: what is left to the end, when fewer run together, is short.
+        # The longest texts first, so that the time with few running texts at the end is short.
         order = sorted(range(len(texts)), key=lambda i: -texts[i].max_length)
         slots = self.slots_for(batch_size, len(texts), max((text.max_length for text in texts), default=0))
         for i, result in self._complete(((i, texts[i]) for i in order), slots):
@@ -371,18 +371,18 @@ class SpecLLM:
     def chat(
         self, messages: Sequence[Message], settings: GenerateConfig, *, stream: bool = False, index: int = 0
     ) -> Completion | TextStream:
-        """Generates the next answer of a conversation; what earlier calls read of it is not read again.
+        """Generates the next answer of a conversation. The prefix that earlier calls have read is reused.
 
         Args:
-            messages: `[{"role": "user", "content": "Hello"}]`, in turns of user and assistant, the last a user's; the
-                first may have the role system. The prompt style puts them together where it takes messages, else the
+            messages: `[{"role": "user", "content": "Hello"}]`, alternating user and assistant, the last one from the
+                user; the first may have the role system. The prompt style formats them if it accepts messages, else the
                 checkpoint's chat template; see `litspec.conversation.Turns`.
             {settings}
-            stream: Return an iterator of pieces of the text instead.
-            index: Of this text among many; see `generate`.
+            stream: Return an iterator over parts of the text instead.
+            index: Index of the text, see `generate`.
 
         Raises:
-            InputError: A ValueError; as `generate`, and for messages that are no conversation.
+            InputError: A ValueError: as for `generate`, or the messages are not a valid conversation.
         """
         stream, index = checked("stream", stream, bool), checked("index", index, int)
         if settings.seed is None:
@@ -398,17 +398,17 @@ class SpecLLM:
 
     @torch.inference_mode()
     def score(self, text: str, *, prompt: str | None = None, sys_prompt: str | None = None, logprobs: int = 0) -> Score:
-        """How likely the target finds a given text.
+        """Computes the log-probabilities of a given text under the target.
 
         Args:
-            text: The text, taken as it is: no prompt style is applied to it.
-            prompt: What stands before it, in the checkpoint's prompt style, and is not scored. Without it the text is
-                scored from its second token on, or from its first after a BOS token.
+            text: The text; no prompt style is applied to it.
+            prompt: The prompt before the text, in the checkpoint's prompt style; it is not scored. Without it the text
+                is scored from its second token on, or from its first after a BOS token.
             sys_prompt: See `generate`.
-            logprobs: How many of the most likely tokens to tell in each place.
+            logprobs: How many of the most likely tokens to return at each position.
 
         Raises:
-            InputError: A ValueError; there is no token to score, or the text is too long for the model.
+            InputError: A ValueError: there is no token to score, or the text is too long for the model.
         """
         text, logprobs = checked("text", text, str), checked("logprobs", logprobs, int)
         if not 0 <= logprobs <= 100:
@@ -421,12 +421,12 @@ class SpecLLM:
             begin = len(ids)
             ids += self.codec.encode_alone(text)
         if max(ids) >= (size := self.placed.model.config.padded_vocab_size):
-            raise InputError(f"The text has the token {max(ids)}; the model's vocabulary ends before {size}.")
+            raise InputError(f"The text has the token id {max(ids)}, but the model's ids are in [0, {size}).")
         if len(ids) <= begin:
             raise InputError(f"The text {text!r} has no token to score; give a longer one, or a prompt before it.")
         block_size = self.placed.model.config.block_size
         if len(ids) > block_size:
-            raise InputError(f"There are {len(ids)} tokens to read, but the model's block_size is {block_size}.")
+            raise InputError(f"Prompt and text have {len(ids)} tokens, but the model's block_size is {block_size}.")
         device, model = self.placed.device, self.placed.model
         cache = model.make_cache(len(ids), width=1)
         found: list[TokenLogprobs] = []
@@ -445,15 +445,15 @@ class SpecLLM:
     def complete(
         self, texts: Iterable[tuple[T, str, GenerateConfig, int]], *, slots: int = 1
     ) -> Iterator[tuple[T, Completion | InputError]]:
-        """Generates many texts, several at a time; each is the one that `generate` gives for its prompt alone.
+        """Generates many texts, several at a time. Each text equals that of `generate` for its prompt alone.
 
         Args:
-            texts: Of each a name, its prompt, its settings (with a seed) and its index, see `generate`. The next is
-                asked for as soon as a slot is free.
+            texts: For each text a name, its prompt, its settings (with a seed) and its index, see `generate`. The next
+                one is requested as soon as a slot is free.
             slots: Texts that run at the same time, see `slots_for`.
 
         Returns:
-            By name the finished texts as they end, or why there is none.
+            Names with their finished texts or errors, in the order in which the texts end.
         """
 
         def prepared() -> Iterator[tuple[T, _Prepared | InputError]]:
@@ -469,16 +469,16 @@ class SpecLLM:
         """How many texts to generate at the same time.
 
         Args:
-            batch_size: The most; "auto" for as many as pay and as memory holds.
-            texts: How many there are.
-            max_length: Tokens of the longest, prompt and completion together.
+            batch_size: The most; "auto" for as many as memory holds and as increase throughput.
+            texts: Number of texts.
+            max_length: Tokens of the longest text, prompt and completion together.
         """
         if texts <= 1 or batch_size == 1:
             return 1
         if batch_size != "auto":
-            # Each number of slots is a graph to build.
+            # Each number of slots needs its own graph.
             return batch_size if self.runner.compiles else min(batch_size, texts)
-        # Ranks that make texts together do the same things: the first one's memory and clock count.
+        # Ranks that generate texts together must take the same decision: rank 0's memory and clock count.
         fitting = self.placed.share_int(slots_that_fit(self.placed, self.drafter, max_length))
         if self._paying is None and min(texts, fitting) > 2:
             self._paying = slots_that_pay(self.placed)
@@ -486,7 +486,7 @@ class SpecLLM:
         return 1 << (found.bit_length() - 1) if self.runner.compiles else found
 
     def _prepare(self, prompt: str, settings: GenerateConfig, index: int, ids: list[int] | None = None) -> _Prepared:
-        """Checks and encodes a request; `ids` are what the target reads, where it is more than the prompt."""
+        """Checks and encodes a request. `ids` are given if the target reads more than the prompt."""
         if self.drafter is not None:
             check_k(settings.speculative_k, self.verify_width)
         max_new_tokens, min_new_tokens = settings.max_new_tokens, settings.min_new_tokens
@@ -496,7 +496,7 @@ class SpecLLM:
         if len(ids) + max_new_tokens > block_size:
             raise InputError(
                 f"The prompt's {len(ids)} tokens and max_new_tokens = {max_new_tokens} make "
-                f"{len(ids) + max_new_tokens}, but the model's block_size is {block_size}; shorten one of them."
+                f"{len(ids) + max_new_tokens}, but the model's block_size is {block_size}; reduce one of them."
             )
         stop_tokens = self.codec.stop_tokens
         stop_ids = self._stop_ids
@@ -518,7 +518,7 @@ class SpecLLM:
         sampler = make_sampler(
             sampling,
             seed=text_seed(settings.seed, index),
-            # Compiled steps hold what bans them in any case, so that all texts share them.
+            # Compiled steps always include the ban, so that all texts share one graph.
             banned=stop_ids if min_new_tokens or self.runner.compiles else [],
             banned_until=len(ids) + min_new_tokens if min_new_tokens else 0,
             processor=LogitsProcessor(rules, ids, vocab_size, grammar) if rules or grammar else None,
@@ -542,7 +542,7 @@ class SpecLLM:
         return [sequence[0] for sequence in self.codec.stop_tokens if len(sequence) == 1]
 
     def _stream(self, prepared: _Prepared) -> Generator[list[Piece] | Completion]:
-        """The pieces of one text, then its `Completion`, as they are asked for."""
+        """Generates one text: yields its pieces, then its `Completion`."""
         engine = self._take_engine(prepared.max_length, 1)
         writing = None
         try:
@@ -556,7 +556,7 @@ class SpecLLM:
                 if released := writing.push(block):
                     yield released
         finally:
-            # Also after an error, and where a stream is closed or forgotten before its end.
+            # Also after an error, or if the stream is closed or deleted before its end.
             if writing is not None:
                 engine.cancel(writing.handle)
             self._idle = engine
@@ -567,10 +567,10 @@ class SpecLLM:
     def _complete(
         self, texts: Iterator[tuple[T, _Prepared | InputError]], slots: int
     ) -> Iterator[tuple[T, Completion | InputError]]:
-        """Generates texts in so many slots; a slot that is free takes the next text at once."""
+        """Generates texts in a number of slots; a free slot takes the next text at once."""
         engine: Engine | None = None
         running: dict[int, tuple[T, _Writing]] = {}  # by handle
-        waiting: tuple[T, _Prepared] | None = None  # does not fit the engine, which must be empty to be replaced
+        waiting: tuple[T, _Prepared] | None = None  # too long for the engine, which is replaced once it is empty
         more = True
         try:
             while True:
@@ -616,10 +616,10 @@ class SpecLLM:
                 self._idle = engine
 
     def _engine_for(self, prepared: _Prepared, slots: int, engine: Engine | None) -> Engine:
-        """The engine in use, or another where there is none yet or the text is too long for it."""
+        """The current engine, or a new one if there is none or the text is too long for it."""
         if engine is not None and engine.max_length >= prepared.max_length:
             return engine
-        del engine  # its memory, before there is another
+        del engine  # frees its memory first
         return self._take_engine(prepared.max_length, slots)
 
     def _add(self, prepared: _Prepared, engine: Engine) -> _Writing:
@@ -627,12 +627,12 @@ class SpecLLM:
         request = Request(
             prepared.ids, prepared.max_length, prepared.stop, prepared.sampler, choose_k, prepared.grammar
         )
-        # The text goes on from the prompt: a space that begins it is kept, whatever the tokenizer.
+        # The text continues the prompt, so its leading space is kept for every tokenizer.
         text = Pieces(self.codec.detokenizer(after=prepared.ids))
         return _Writing(prepared, request, engine.add(request), text)
 
     def _choose_k(self, speculative_k: int | Literal["auto"], sampler: Sampler, engine: Engine) -> SpeculativeK:
-        """The choice of k for one text."""
+        """Makes the policy that chooses k for one text."""
         drafter = self.drafter
         if drafter is None:
             return FixedK(0)
@@ -641,7 +641,7 @@ class SpecLLM:
             return FixedK(min(speculative_k, most))
         self._drafters[id(drafter)] = drafter
         if isinstance(sampler, Rejection):
-            # The text depends on k here, so neither a clock nor other texts may decide it.
+            # The text depends on k here, so k must not depend on a clock or on other texts.
             key: tuple[object, ...] = id(drafter), Rejection
             if key not in self._costs:
                 self._costs[key] = modelled(self.placed, drafter, most)
@@ -655,10 +655,10 @@ class SpecLLM:
         return AdaptiveK(alone, accepted, lambda: (engine.running, of(engine.running)))
 
     def _timed(self, engine: Engine, drafter: Drafter, most: int, sampler: Sampler, count: int) -> RoundCosts:
-        """What rounds of so many texts cost, measured where the engine is empty."""
+        """Costs of rounds with `count` texts. They are measured only while the engine is empty."""
         key = id(drafter), sampler.kind, count
         if key not in self._costs and engine.running:
-            # Another way of choosing tokens costs nearly the same.
+            # Other sampling settings cost nearly the same.
             similar = [costs for (*who, _, n), costs in self._costs.items() if (*who, n) == (id(drafter), count)]
             return similar[0] if similar else modelled(self.placed, drafter, most)
         if key not in self._costs:
@@ -666,10 +666,10 @@ class SpecLLM:
         return self._costs[key]
 
     def reserve(self, max_length: int, slots: int = 1) -> None:
-        """Makes room for texts of up to `max_length` tokens, prompt included, before the first of them.
+        """Allocates the K/V cache for texts of up to `max_length` tokens, including the prompt.
 
-        A cache is else replaced by a larger one as texts grow, which then reads again what prompts have in common, and
-        for which steps are compiled again.
+        Otherwise the cache is replaced when a longer text comes. Then prompts are read again from their beginning, and
+        steps are compiled again.
 
         Args:
             max_length: Most tokens of a text.
@@ -681,7 +681,7 @@ class SpecLLM:
         self._idle = engine
 
     def _take_engine(self, max_length: int, slots: int) -> Engine:
-        """The idle engine where it fits, else a new one."""
+        """The idle engine if it fits, else a new one."""
         with self._lock:
             engine, self._idle = self._idle, None
         if engine is not None and engine.max_length >= max_length and engine.slots == slots:
@@ -706,17 +706,17 @@ class _Prepared:
 
 
 class _Writing:
-    """A text on its way: takes blocks of tokens, gives pieces of text.
+    """A text being generated: takes blocks of tokens, returns pieces of text.
 
     Attributes:
-        handle: Of the engine's request.
+        handle: Handle of the engine's request.
         ended: Whether the last block has come.
 
     Args:
         prepared: The text.
         request: The engine's request.
         handle: See above.
-        text: Makes pieces of tokens.
+        text: Converts tokens to pieces.
     """
 
     def __init__(self, prepared: _Prepared, request: Request, handle: int, text: Pieces) -> None:
@@ -733,7 +733,7 @@ class _Writing:
         self._began = self._first = self._last = 0.0
 
     def begin(self) -> None:
-        """Starts the clock, where it does not run yet."""
+        """Starts the clock if it is not running yet."""
         self._began = self._began or time.perf_counter()
 
     @property
@@ -741,7 +741,7 @@ class _Writing:
         return self._finish_reason is not None
 
     def push(self, block: Block) -> list[Piece]:
-        """Takes a block; returns what has become certain of the text."""
+        """Takes a block; returns the pieces that are now certain."""
         self._last = time.perf_counter()
         self._first = self._first or self._last
         self._blocks.append(block)
@@ -752,12 +752,12 @@ class _Writing:
         self._finish_reason = block.finish_reason
         if self.ended:
             return []
-        # A released token may end in characters that are still held for a stop string.
+        # A released token may end in characters that may belong to a stop string.
         strings = self._prepared.strings
         return self._release(self._text.char_count if strings is None else strings.safe_chars)
 
     def finish(self) -> list[Piece]:
-        """Ends the text; returns what was held back of it."""
+        """Ends the text; returns the pieces that were held back."""
         strings = self._prepared.strings
         self._text.flush()
         if strings is not None and self._finish_reason == "length" and (kept := strings.finish()) is not None:

@@ -5,9 +5,9 @@ The order is: bias and bans, penalties, top-k, temperature, top-p, min-p. The fi
 process their logits in the same way.
 
 The counts of a text are tensors that change when tokens are committed. The counts of a block's proposals are computed
-inside the step. A refused proposal therefore leaves no trace.
+inside the step, so rejected proposals do not change the state.
 
-Shapes: R rows of a block, V ids of the target, N words of at most L + 1 tokens.
+Shapes: R rows of a block, V ids of the target, N bad words of at most L + 1 tokens.
 """
 
 from __future__ import annotations
@@ -30,16 +30,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LogitsRules:
-    """What settings ask for, in token ids.
+    """The settings for logits, as token ids.
 
     Attributes:
         logit_bias: Added to the logits of these ids.
-        bad_words: Sequences of ids, of one or more, that never come: the last of one has probability 0 where the text
-            ends in the others.
-        repetition_penalty: Positive logits of ids that stand in the prompt or the text are divided by it, the others
+        bad_words: Banned sequences of one or more ids. The last id has probability 0 if the text ends with the others.
+        repetition_penalty: For ids in the prompt or the text, positive logits are divided by it and negative ones
             multiplied (Keskar et al. 2019, arXiv 1909.05858, as in transformers).
-        presence_penalty: Taken once from the logit of an id that stands in the text.
-        frequency_penalty: Taken from the logit of an id as often as it stands in the text.
+        presence_penalty: Subtracted once from the logits of ids in the text.
+        frequency_penalty: Subtracted from the logit of an id once for each occurrence in the text.
     """
 
     logit_bias: Mapping[int, float] = field(default_factory=dict)
@@ -59,19 +58,19 @@ class LogitsRules:
 
 
 class Context(NamedTuple):
-    """What is known of a text before the first row of a block, as tensors: inputs of a step that may be compiled.
+    """The state of a text before the first row of a block, as tensors, which are inputs of a compiled step.
 
-    Those of several texts are stacked: each has a dimension more in front.
+    For several texts the tensors are stacked, with one more dimension in front.
 
     Attributes:
         bias: (V,) float32, added to logits; -inf for an id that is banned everywhere.
         penalties: (3,) float32: repetition, presence, frequency.
         prompted: (V,) bool, the ids of the prompt.
-        counts: (V,) float32, how often each id stands in the text.
+        counts: (V,) float32, how often each id occurs in the text.
         tail: (L,) int64, the last tokens of prompt and text; -1 before the first.
         heads: (N, L) int64, bad words without their last token, aligned to the right; -1 stands for any token.
-        lasts: (N,) int64, their last tokens.
-        masks: (R, V / 32) int32, for each row of the block the ids that a grammar allows, a bit each.
+        lasts: (N,) int64, the last token of each bad word.
+        masks: (R, V / 32) int32, for each row of the block the ids that a grammar allows, one bit per id.
     """
 
     bias: torch.Tensor | None = None
@@ -85,7 +84,7 @@ class Context(NamedTuple):
 
     @property
     def batched(self) -> bool:
-        """Whether it is that of several texts."""
+        """Whether it holds several texts."""
         one = next((tensor for tensor in (self.bias, self.counts, self.tail) if tensor is not None), None)
         if one is None:
             return self.masks is not None and self.masks.dim() > 2
@@ -93,17 +92,17 @@ class Context(NamedTuple):
 
     @classmethod
     def stacked(cls, contexts: Sequence[Context]) -> Context:
-        """Those of several texts whose processors are of one kind."""
+        """Stacks the contexts of several texts whose processors are of one kind."""
         fields = [[tensor for tensor in tensors if tensor is not None] for tensors in zip(*contexts)]
         return cls(*(torch.stack(tensors) if tensors else None for tensors in fields))
 
     def row(self, i: int, before: torch.Tensor | None) -> Context:
-        """Of the i-th row of each text, for a block of one row; `before` are the tokens that stand before it."""
+        """The context of the i-th row of each text, for a block of one row; `before` are the block's tokens before."""
         masks = None if self.masks is None else self.masks[..., i : i + 1, :]
         return (self if before is None else self.after(before))._replace(masks=masks)
 
     def after(self, tokens: torch.Tensor) -> Context:
-        """The same with some tokens more, (..., m) int64, after which a grammar has not been asked."""
+        """The context after m more tokens, (..., m) int64. Grammar masks then allow all ids."""
         counts, tail = self.counts, self.tail
         if counts is not None:
             counts = counts + _one_hot(tokens, counts.size(-1)).sum(-2)
@@ -114,7 +113,7 @@ class Context(NamedTuple):
 
 
 def _one_hot(tokens: torch.Tensor, size: int) -> torch.Tensor:
-    """(..., m) -> (..., m, size) float32; a row of zeros for an id that is none."""
+    """(..., m) -> (..., m, size) float32; an invalid id gives a row of zeros."""
     return (tokens.unsqueeze(-1) == torch.arange(size, device=tokens.device)).float()
 
 
@@ -122,10 +121,10 @@ def adjusted(logits: torch.Tensor, context: Context, proposed: torch.Tensor | No
     """Logits after bias, bans and penalties.
 
     Args:
-        logits: (..., R, v), of the target, or of a drafter that has the first v of its ids.
-        context: Of the first row of each text.
-        proposed: (..., R - 1) int64, the tokens that stand before each further row; -1 where there is none. None: all
-            rows of a text stand at the same place.
+        logits: (..., R, v), of the target, or of a drafter that has the target's first v ids.
+        context: Context of the first row of each text.
+        proposed: (..., R - 1) int64, the token before each later row; -1 for none. None: all rows of a text are at the
+            same position.
 
     Returns:
         (..., R, v) float32.
@@ -142,7 +141,7 @@ def adjusted(logits: torch.Tensor, context: Context, proposed: torch.Tensor | No
         bits = context.masks.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=logits.device)
         logits = torch.where((bits.flatten(-2)[..., :size] & 1).bool(), logits, float("-inf"))
     if context.counts is not None and context.penalties is not None and context.prompted is not None:
-        # Counts of small whole numbers are exact, so a row does not depend on how its block was cut.
+        # Small integer counts are exact in float32, so a row does not depend on the size of its block.
         counts = context.counts[..., None, :size] + F.pad(_one_hot(proposed, size).cumsum(-2), (0, 0, 1, 0))
         seen = context.prompted[..., None, :size] | (counts > 0)
         repetition, presence, frequency = context.penalties[..., None, None].unbind(-3)
@@ -154,11 +153,11 @@ def adjusted(logits: torch.Tensor, context: Context, proposed: torch.Tensor | No
 def _without_bad_words(logits: torch.Tensor, context: Context, proposed: torch.Tensor) -> torch.Tensor:
     tail, heads, lasts = context.tail, context.heads, context.lasts
     assert tail is not None and heads is not None and lasts is not None
-    # The last L tokens before each row, (..., R, L), compared with each word's.
+    # The last L tokens before each row, (..., R, L), compared with each bad word.
     ends = torch.cat((tail, proposed), -1).unfold(-1, tail.size(-1), 1)
     heads = heads.unsqueeze(-3)
     match = ((ends.unsqueeze(-2) == heads) | (heads < 0)).all(-1).float()
-    # A drafter may lack an id: that one goes to a column of its own, which is cut off.
+    # Ids that a drafter lacks go to an extra column, which is dropped.
     size = logits.size(-1)
     hits = torch.zeros(*match.shape[:-1], size + 1, device=logits.device)
     hits = hits.scatter_add(-1, lasts.clamp(max=size).unsqueeze(-2).expand(match.shape), match)
@@ -169,10 +168,10 @@ class LogitsProcessor:
     """Applies rules to one text.
 
     Args:
-        rules: What is asked for.
-        prompt: Token ids.
+        rules: The rules.
+        prompt: Token ids of the prompt.
         vocab_size: V.
-        grammar: Of the text; it is told elsewhere of the tokens that are committed.
+        grammar: The text's grammar; committed tokens reach it through `stopping.Stop.push`, not from here.
     """
 
     def __init__(
@@ -190,20 +189,20 @@ class LogitsProcessor:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What a compiled graph depends on: equal for texts that may share it."""
+        """The part of a graph's key for processing: equal for texts that can share a graph."""
         rules = self.rules
         penalises = rules.penalties != (1.0, 0.0, 0.0)
         words = len(self._words), self._tail_size
         return bool(rules.logit_bias or self._single), penalises, words, self.grammar is not None
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """Takes tokens that have become part of the text."""
+        """Takes committed tokens of the completion."""
         self._tokens += tokens
         for device, context in self._contexts.items():
             self._contexts[device] = context.after(torch.tensor(tokens, dtype=torch.int64, device=device))
 
     def context(self, device: torch.device, rows: int = 1) -> Context:
-        """The context of the token that comes next, for a block of so many rows."""
+        """The context of the next token, for a block of `rows` rows."""
         if device not in self._contexts:
             self._contexts[device] = self._new_context(device)
         context = self._contexts[device]
@@ -242,28 +241,28 @@ class LogitsProcessor:
 
 
 def rules_of(settings: GenerateConfig, codec: TextCodec) -> LogitsRules:
-    """The rules that settings ask for, with the tokenizer's ids in place of strings.
+    """The rules of some settings, with strings converted to the tokenizer's ids.
 
     Raises:
-        InputError: An id that the model does not have; a string that is no token, or that has no tokens.
+        InputError: The model does not have an id, or a string is not a token or has no tokens.
     """
     size = codec.config.padded_vocab_size
     bias: dict[int, float] = {}
     for token, value in (settings.logit_bias or {}).items():
-        # JSON has strings for keys, so there an id comes as its digits.
+        # JSON keys are strings, so an id may be given as digits.
         id_ = codec.token_id(token) if isinstance(token, str) and not _is_number(token) else int(token)
         if not 0 <= id_ < size:
-            raise InputError(f"logit_bias names the id {id_}; the model's ids are in [0, {size}).")
+            raise InputError(f"logit_bias has the id {id_}, but the model's ids are in [0, {size}).")
         bias[id_] = bias.get(id_, 0.0) + value
     words: list[tuple[int, ...]] = []
     for word in settings.bad_words or ():
         for ids in codec.spellings(word) if isinstance(word, str) else [list(word)]:
             if not all(0 <= id_ < size for id_ in ids):
-                raise InputError(f"bad_words holds {list(ids)}; the model's ids are in [0, {size}).")
+                raise InputError(f"bad_words has {list(ids)}, but the model's ids are in [0, {size}).")
             words.append(tuple(ids))
     words = list(dict.fromkeys(words))
     if len({word[0] for word in words if len(word) == 1}) == size:
-        raise InputError("bad_words bans every token that the model has; leave at least one.")
+        raise InputError("bad_words bans all tokens of the model; allow at least one.")
     return LogitsRules(bias, words, settings.repetition_penalty, settings.presence_penalty, settings.frequency_penalty)
 
 

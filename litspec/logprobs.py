@@ -23,7 +23,8 @@ class TokenLogprobs:
     Attributes:
         token_id: The token.
         logprob: Its natural log-probability.
-        top: The most likely tokens with theirs, most likely first; tokens of probability 0 are left out.
+        top: The most likely tokens with their log-probabilities, in falling order; tokens of probability 0 are left
+            out.
     """
 
     token_id: int
@@ -31,7 +32,7 @@ class TokenLogprobs:
     top: list[tuple[int, float]]
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """A dict for JSON."""
         top = [{"token_id": id_, "logprob": logprob} for id_, logprob in self.top]
         return {"token_id": self.token_id, "logprob": self.logprob, "top_logprobs": top}
 
@@ -51,11 +52,11 @@ class Measured(NamedTuple):
 
 
 def measure(logprobs: torch.Tensor, ids: torch.Tensor | None, tokens: torch.Tensor, n: int) -> Measured:
-    """Looks up tokens, and the n most likely ones.
+    """Looks up the log-probabilities of tokens and of the n most likely tokens.
 
     Args:
         logprobs: (..., R, K) float32.
-        ids: (..., R, K) int64, the token of each column; None where column j is token j.
+        ids: (..., R, K) int64, the token of each column; None if column j is token j.
         tokens: (..., R) int64.
         n: Number of most likely tokens. If K is smaller, the rest have -inf.
     """
@@ -82,17 +83,17 @@ class Logprobs:
     mode: LogprobsMode = "raw"
 
     def size(self, width: int) -> int:
-        """Numbers that `pack` makes for one text."""
+        """Count of numbers that `pack` returns for one text."""
         return width * (1 + 2 * self.n)
 
     def pack(self, measured: Measured, width: int) -> torch.Tensor:
-        """As whole numbers, which is what an outcome is made of: (..., size) int64; rows are padded to `width`."""
+        """Packs into the int64 numbers of an outcome: (..., size); rows are padded to `width`."""
         floats = torch.cat((measured.own.unsqueeze(-1), measured.top), -1).float().contiguous()
         rows = torch.cat((floats.view(torch.int32).long(), measured.ids), -1)
         return F.pad(rows, (0, 0, 0, width - rows.size(-2))).flatten(-2)
 
     def unpack(self, numbers: Sequence[int], tokens: Sequence[int]) -> list[TokenLogprobs]:
-        """What `pack` made of the rows of these tokens."""
+        """Inverse of `pack`, for the rows of these tokens."""
         each = 1 + 2 * self.n
         found = []
         for i, token in enumerate(tokens):

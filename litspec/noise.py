@@ -10,14 +10,14 @@ MASK = 0xFFFFFFFF
 
 
 def lowbias32(x: Any) -> Any:
-    """The lowbias32 integer hash of an int, or of int64 that hold 32 bits (a product wraps and keeps its low bits)."""
+    """The lowbias32 integer hash of 32-bit numbers: an int, or an int64 tensor (overflow keeps the low bits)."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
     return x ^ (x >> 16)
 
 
 def seed_words(seed: int) -> tuple[int, int]:
-    """The lowest 64 bits of a seed as two numbers of 32 bits, the low one first."""
+    """The lowest 64 bits of a seed as two 32-bit numbers, the low one first."""
     return seed & MASK, seed >> 32 & MASK
 
 
@@ -25,7 +25,7 @@ def position_keys(seed: int | tuple[torch.Tensor, torch.Tensor], positions: torc
     """Two keys for each position.
 
     Args:
-        seed: An int, of which the lowest 64 bits count, or the `seed_words` of one seed per position, each (R,) int64.
+        seed: An int (its lowest 64 bits are used), or the `seed_words` of one seed per position, each (R,) int64.
         positions: (R,) int64.
 
     Returns:
@@ -44,13 +44,13 @@ def gumbel_noise(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
     Args:
         keys: (..., R, 2) int64, see `position_keys`.
-        ids: (..., R, K) int64, token ids, or fewer dimensions where they are the same.
+        ids: Token ids, int64, of a shape that broadcasts to (..., R, K).
 
     Returns:
         (..., R, K) float32; the same number for the same seed, position and id, independent of the place in a block.
     """
     bits = lowbias32(lowbias32(ids ^ keys[..., :1]) ^ keys[..., 1:])
-    # In (0, 1): a float32 near 1 is coarse, and log1p(-v) wants v below 1.
+    # In (0, 1): rounding to float32 could give 1, and log1p(-v) needs v < 1.
     v = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     return -torch.log(-torch.log1p(-v))
 
@@ -60,12 +60,12 @@ def uniform_noise(keys: torch.Tensor, count: int) -> torch.Tensor:
 
     Args:
         keys: (R, 2) int64, see `position_keys`.
-        count: Numbers for each position, each for a purpose of its own.
+        count: Numbers per position, each for a separate purpose.
 
     Returns:
-        (R, count) float32 in [0, 1 - 2^-23]: times a sum, it stays below the sum after rounding.
+        (R, count) float32 in [0, 1 - 2^-23], so that the product with a sum stays below the sum after rounding.
     """
-    # No token has such an id, so these numbers are independent of the Gumbel noise of the same seed.
+    # No token has such an id, so these numbers are independent of the Gumbel noise with the same seed.
     purposes = torch.arange(count, device=keys.device) | 0x80000000
     bits = lowbias32(lowbias32(purposes ^ keys[:, :1]) ^ keys[:, 1:])
     return (bits.float() * 2.0**-32).clamp(max=1 - 2.0**-23)

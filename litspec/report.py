@@ -1,4 +1,4 @@
-"""Statistics of a text and the origin of its tokens: numbers, tinted text, plots."""
+"""Statistics of a text and the origin of its tokens: numbers, coloured text, plots."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Stats:
         rounds: Rounds after the prefill.
         proposed: Tokens proposed, up to the end of the text.
         accepted: Number of accepted proposals.
-        acceptance_rate: accepted / proposed, 0.0 where none was proposed.
-        tokens_per_round: Block efficiency: tokens per round, without the first token, which the prefill gives.
-        prefill_seconds: From the beginning to the first token.
-        decode_seconds: From the first token to the last.
+        acceptance_rate: accepted / proposed; 0.0 without proposals.
+        tokens_per_round: Block efficiency: tokens per round, without the first token, which comes from the prefill.
+        prefill_seconds: Time from the start to the first token.
+        decode_seconds: Time from the first token to the last.
         tokens_per_second: Tokens after the first, per second of decoding.
         draft_seconds: Part of `decode_seconds` spent proposing (host time).
         verify_seconds: Part of `decode_seconds` spent verifying (host time).
-        rounds_without_proposal: Share of rounds in which nothing was proposed.
+        rounds_without_proposal: Fraction of rounds in which nothing was proposed.
         accepted_by_position: Number of accepted proposals at each position of a block.
         proposed_by_position: Number of proposals at each position of a block.
         tokens_per_round_histogram: Number of rounds with 1, 2, 3, ... tokens.
@@ -56,14 +56,16 @@ class Stats:
     tokens_per_round_histogram: list[int] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """These numbers for a file, with the names that vLLM's metrics have for the same: `tokens_per_round` is
-        `mean_acceptance_length`, its histogram `acceptance_histogram` (rounds that accepted 0, 1, 2, ... proposals).
+        """The numbers for a file, with vLLM's names.
+
+        `tokens_per_round` becomes `mean_acceptance_length`, and its histogram `acceptance_histogram` (rounds with 0, 1,
+        2, ... accepted proposals).
         """
         names = {"tokens_per_round": "mean_acceptance_length", "tokens_per_round_histogram": "acceptance_histogram"}
         return {names.get(name, name): value for name, value in asdict(self).items()}
 
     def summary(self) -> str:
-        """One line for a terminal; without a proposal it has nothing to say of acceptance."""
+        """One line for a terminal. Without proposals it leaves out the acceptance rate."""
         line = (
             f"{self.new_tokens} tokens: prefill {self.prefill_seconds:.2f} s, decoding {self.decode_seconds:.2f} s, "
             f"{self.tokens_per_second:.1f} tokens/s"
@@ -85,11 +87,11 @@ def make_stats(
     draft_seconds: float = 0.0,
     verify_seconds: float = 0.0,
 ) -> Stats:
-    """Sums up the blocks of one text.
+    """Computes the statistics of one text.
 
     Args:
-        blocks: As `decoding.decode` gave them, the prefill's first.
-        new_tokens: Tokens of the completion, where it ends before the last block does; None for those of all blocks.
+        blocks: The blocks of the text; the first one is the prefill's.
+        new_tokens: Tokens of the completion if it ends before the last block does; None for the tokens of all blocks.
         prefill_seconds: See `Stats`.
         decode_seconds: See `Stats`.
         draft_seconds: See `Stats`.
@@ -122,10 +124,10 @@ def make_stats(
 
 
 class Piece(NamedTuple):
-    """A part of a text that has one origin.
+    """A part of a text with one origin.
 
     Attributes:
-        text: Whole characters: of one token, or of several where one alone is only part of a character.
+        text: Whole characters: of one token, or of several tokens that form a character together.
         drafted: Whether all of its tokens were drafted and accepted. Else the target chose at least one of them.
     """
 
@@ -143,19 +145,19 @@ class _Detokenizer(Protocol):
 
 
 class Pieces:
-    """Cuts a text into pieces while its tokens come.
+    """Splits a text into pieces while it is generated.
 
     Attributes:
-        char_count: Characters that are certain.
+        char_count: Number of characters that are certain.
 
     Args:
-        detokenizer: A fresh one, of its own.
+        detokenizer: A new detokenizer, which is not used elsewhere.
     """
 
     def __init__(self, detokenizer: _Detokenizer) -> None:
         self._detokenizer = detokenizer
         self._waiting: deque[Piece] = deque()  # certain, but not released
-        self._drafted = True  # all tokens that the next character comes from
+        self._drafted = True  # whether all tokens of the next character were drafted
         self._released = 0
         self.char_count = 0
 
@@ -174,9 +176,9 @@ class Pieces:
         self._append(self._detokenizer.flush())
 
     def release(self, char_count: int) -> list[Piece]:
-        """The pieces from where the last call ended to `char_count` characters of the text, at most `self.char_count`.
+        """The pieces between the end of the last call and `char_count` characters, at most `self.char_count`.
 
-        A piece that is not needed whole is cut; its rest comes with the next call.
+        The last piece is split if necessary; the rest comes with the next call.
         """
         released = []
         while self._released < char_count:
@@ -195,7 +197,7 @@ class Pieces:
             self.char_count += len(text)
 
 
-# Green and magenta: every kind of colour vision tells them apart, and both are legible on light and on dark.
+# Green and magenta can be distinguished with every kind of colour vision, and are legible on light and dark grounds.
 DRAFTED, OWN = "drafted and accepted", "the target's own"
 _TERMINAL = {True: "green", False: "magenta"}
 _RGB = {True: "#2ea043", False: "#d0409e"}
@@ -203,11 +205,11 @@ _GREY = "#808080"
 
 
 class TerminalTint:
-    """Writes a text to a terminal, each piece in the colour of its origin, and never changes a character of it.
+    """Writes a text to a terminal, with each piece in the colour of its origin. The characters stay unchanged.
 
     Attributes:
-        enabled: False where the file is no terminal, or one that has or wants no colours (`TERM`, `NO_COLOR`): then the
-            text is written as it is.
+        enabled: False if the file is not a terminal, or colours are not supported or not wanted (`TERM`, `NO_COLOR`).
+            The text is then written without colours.
 
     Args:
         file: Usually `sys.stdout`.
@@ -221,7 +223,7 @@ class TerminalTint:
         self.enabled = file.isatty() and self._console.color_system is not None and not self._console.no_color
 
     def write(self, pieces: Sequence[Piece]) -> None:
-        """Writes and flushes."""
+        """Writes pieces and flushes."""
         if not self.enabled:
             self._file.write("".join(piece.text for piece in pieces))
             self._file.flush()
@@ -229,13 +231,13 @@ class TerminalTint:
         from rich.segment import Segment, Segments
         from rich.style import Style
 
-        # Segments are written as they are. Anything else rich would wrap, highlight, or read as markup.
+        # rich writes segments unchanged. Other text it would wrap, highlight, or parse as markup.
         segments = [Segment(piece.text, Style(color=_TERMINAL[piece.drafted])) for piece in pieces]
         self._console.print(Segments(segments), end="", crop=False)
 
     @staticmethod
     def write_legend(file: TextIO) -> None:
-        """Writes a line that explains the colours, in words too, as the file may be no terminal."""
+        """Writes a line that explains the colours; it names them, since the file may not be a terminal."""
         from rich.console import Console
         from rich.text import Text
 
@@ -245,16 +247,16 @@ class TerminalTint:
 
 
 def to_html(pieces: Sequence[Piece], drafted: Sequence[bool], stats: Stats, finish_reason: FinishReason) -> str:
-    """The text with its pieces tinted by origin, and the numbers under it, for a notebook.
+    """HTML for a notebook: the text with its pieces coloured by origin, and the statistics below it.
 
     Args: as the fields of `llm.Completion`.
 
-    Tints are translucent and text keeps the notebook's colour, so that it is legible in light and dark themes. Styles
-    are inline, because notebooks drop style sheets from outputs that they do not trust.
+    Background colours are translucent and the text keeps the notebook's colour, so that it is legible in light and dark
+    themes. Styles are inline, since notebooks remove style sheets from untrusted outputs.
     """
 
     def tinted(text: str, by_drafter: bool, more: str = "") -> str:
-        # A bare carriage return would be read as a line feed.
+        # HTML parsers convert a carriage return to a line feed unless it is escaped.
         text = html.escape(text).replace("\r", "&#13;")
         return f'<span style="background-color:{_RGB[by_drafter]}47;border-radius:3px{more}">{text}</span>'
 
@@ -271,7 +273,7 @@ def to_html(pieces: Sequence[Piece], drafted: Sequence[bool], stats: Stats, fini
         f"{stats.tokens_per_second:.1f} tokens/s",
     ]
     items = "".join(f'<span style="white-space:nowrap">{number}</span>' for number in numbers)
-    # In a <pre> white-space stays and no notebook looks for formulas between dollar signs.
+    # A <pre> keeps white space, and notebooks do not render formulas between dollar signs in it.
     return (
         '<div class="litspec-completion" style="max-width:60em;padding:4px 0">'
         '<pre class="litspec-text" dir="auto" style="white-space:pre-wrap;overflow-wrap:anywhere;margin:0;padding:0;'
@@ -284,12 +286,12 @@ def to_html(pieces: Sequence[Piece], drafted: Sequence[bool], stats: Stats, fini
 
 
 def plot_acceptance(blocks: Sequence[Block], stats: Stats) -> Figure:
-    """Acceptance by position in the block, and tokens per round along the text.
+    """Plots acceptance by position in the block, and tokens per round along the text.
 
-    The ground is transparent and the letters are grey, so that the figure is legible in light and dark themes.
+    The background is transparent and the labels are grey, so that the figure is legible in light and dark themes.
 
     Raises:
-        InputError: Without matplotlib.
+        InputError: matplotlib is not installed.
     """
     try:
         import matplotlib
@@ -319,7 +321,7 @@ def plot_acceptance(blocks: Sequence[Block], stats: Stats) -> Figure:
         by_position.yaxis.set_major_formatter(PercentFormatter(1, symbol=""))
 
         brought = [block.accepted + 1 for block in blocks[1:]]
-        edges = list(accumulate(brought, initial=1))  # the prefill brought the first token
+        edges = list(accumulate(brought, initial=1))  # the first token comes from the prefill
         if brought:
             along.stairs([1] * len(brought), edges, fill=True, color=_RGB[False], alpha=0.5, label=OWN)
             along.stairs(brought, edges, baseline=1, fill=True, color=_RGB[True], alpha=0.5, label=DRAFTED)
@@ -336,5 +338,5 @@ def plot_acceptance(blocks: Sequence[Block], stats: Stats) -> Figure:
         for axis in (along.xaxis, along.yaxis):
             axis.set_major_locator(MaxNLocator(integer=True))
     if "inline" in matplotlib.get_backend():
-        pyplot.close(figure)  # a notebook shows what a cell returns, and once is enough
+        pyplot.close(figure)  # else a notebook would show it twice
     return figure

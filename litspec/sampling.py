@@ -1,10 +1,9 @@
 """From logits to tokens: processed distributions, three samplers, and their rules of acceptance.
 
-Shapes: R rows of logits, V ids in the (padded) vocabulary, K candidates that are left of them, m proposals. What is
-said of one text holds for a batch of texts too: "..." stands for nothing, or for the number of texts, N.
+Shapes: R rows of logits, V ids in the (padded) vocabulary, K candidates left after top-k, m proposals. "..." is empty
+for one text, or the number of texts N for a batch.
 
-All of it stays on the device: nothing here reads a value to the host. Arithmetic is in float32 whatever the logits'
-type.
+Nothing here reads a value to the host. All arithmetic is in float32.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from litspec.types import SamplerName
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen from logits, applied in LitGPT's order: top-k, temperature, top-p; then min-p.
+    """Sampling settings, applied in LitGPT's order: top-k, temperature, top-p; then min-p.
 
     Attributes:
         temperature: Divides the logits; 0 takes the most likely token (greedy).
-        top_k: Only the k most likely tokens; None for all.
-        top_p: Only the most likely tokens that together hold this probability; 0 is greedy, 1 keeps all.
-        sampler: "rejection" keeps most proposals; "coupled" makes the text independent of drafter and k.
-        min_p: Only tokens of at least this share of the most likely one's probability; 0 keeps all (Nguyen et al. 2024,
+        top_k: Keeps only the k most likely tokens; None keeps all.
+        top_p: Keeps the smallest set of most likely tokens with at least this probability; 0 is greedy, 1 keeps all.
+        sampler: "rejection" accepts the most proposals; "coupled" makes the text independent of drafter and k.
+        min_p: Keeps tokens with at least this fraction of the highest probability; 0 keeps all (Nguyen et al. 2024,
             arXiv 2407.01082).
 
     Raises:
-        InputError: For a value of another type or outside its range.
+        InputError: A value has a wrong type or is out of range.
     """
 
     temperature: float = 1.0
@@ -54,7 +53,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        # Below float32's range a temperature is 0.
+        # A temperature below float32's normal range counts as 0.
         return self.temperature < torch.finfo(torch.float32).tiny or self.top_p == 0
 
 
@@ -63,7 +62,7 @@ class Distribution(NamedTuple):
 
     Attributes:
         probs: (..., R, K) float32, each row sums to 1.
-        ids: (..., R, K) int64, the token of each column; None where column j is token j (K = V).
+        ids: (..., R, K) int64, the token of each column; None if column j is token j (K = V).
     """
 
     probs: torch.Tensor
@@ -84,7 +83,7 @@ class Distribution(NamedTuple):
         return Distribution(self.probs[..., :m, :], None if self.ids is None else self.ids[..., :m, :])
 
     def at(self, other: Distribution) -> torch.Tensor:
-        """These probabilities at the candidates of `other`, row by row: (..., R, K of other)."""
+        """The probabilities of the candidates of `other`, row by row: (..., R, K of other)."""
         if other.ids is None:
             size = other.probs.size(-1)
             if self.ids is not None:
@@ -103,7 +102,7 @@ def row_of(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def concatenate(rows: Sequence[Distribution]) -> Distribution:
-    """Puts the rows of several distributions, made with the same settings, one below the other."""
+    """Concatenates the rows of several distributions made with the same settings."""
     ids = [row.ids for row in rows if row.ids is not None]
     return Distribution(torch.cat([row.probs for row in rows], -2), torch.cat(ids, -2) if ids else None)
 
@@ -113,21 +112,20 @@ def processed(logits: torch.Tensor, sampling: Sampling) -> Distribution:
 
     Args:
         logits: (..., R, V). An entry of -inf is a token of probability 0.
-        sampling: Not greedy.
+        sampling: The settings; not greedy.
 
     Returns:
-        Sparse (K = top_k, most likely first) where top_k cuts anything, else dense. What follows then works on the
-        survivors only, which costs next to nothing.
+        Sparse (K = top_k, most likely first) if top_k < V, else dense. Later operations are cheap for a sparse one.
     """
     values, ids = logits.float(), None
     if sampling.top_k is not None and sampling.top_k < logits.size(-1):
         values, ids = torch.topk(values, sampling.top_k)
     if sampling.temperature != 1:
-        # The greatest first becomes 0: a low temperature would make it inf.
+        # Subtract the maximum first: with a low temperature it could become inf.
         values = (values - values.amax(-1, keepdim=True)) / sampling.temperature
     probs = F.softmax(values, dim=-1)
     if sampling.top_p < 1:
-        # Keep a token iff it and all less likely ones hold more than 1 - top_p; the most likely one is always kept.
+        # Keep a token iff it and all less likely ones sum to more than 1 - top_p; always keep the most likely one.
         descending, order = (probs, None) if ids is not None else torch.sort(probs, dim=-1, descending=True)
         keep = descending.flip(-1).cumsum(-1).flip(-1) > 1 - sampling.top_p
         keep[..., 0] = True
@@ -145,9 +143,9 @@ class Verified(NamedTuple):
     """The outcome of one verification, still on the device.
 
     Attributes:
-        tokens: (..., m + 1) int64; the first `accepted + 1` are to be committed.
-        accepted: (...) int64, the length of the longest right prefix of the proposal.
-        finite: (...) bool, whether all logits and proposal probabilities were numbers.
+        tokens: (..., m + 1) int64; the first `accepted + 1` are committed.
+        accepted: (...) int64, the number of accepted proposals.
+        finite: (...) bool, whether all logits and proposal probabilities were finite.
     """
 
     tokens: torch.Tensor
@@ -156,12 +154,12 @@ class Verified(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What a choice depends on beside logits and settings, as tensors: a compiled graph then serves every text.
+    """The inputs of a choice other than logits and settings. They are tensors, so that texts can share a graph.
 
     Attributes:
-        noise: The random numbers of each row, (..., R, n); n = 0 where nothing is drawn.
-        early: Whether each row is too early in its text for the banned ids, (..., R) bool; None where none is banned.
-        context: What is known of each text before its first row; None where logits are taken as they are.
+        noise: The random numbers of each row, (..., R, n); n = 0 for greedy.
+        early: Whether ids are banned in each row, since it is too early in its text, (..., R) bool; None without bans.
+        context: The state of each text before its first row; None if logits are not processed.
     """
 
     noise: torch.Tensor
@@ -169,11 +167,11 @@ class Inputs(NamedTuple):
     context: Context | None = None
 
     def row(self, i: int, before: Sequence[torch.Tensor] = ()) -> Inputs:
-        """Those of the i-th row of each text, one below the other.
+        """The inputs of the i-th row of each text, concatenated.
 
         Args:
-            i: Which row.
-            before: The tokens that were drawn for the rows before it, (number of texts,) each.
+            i: The row.
+            before: The tokens that were drawn for the rows before it, (N,) each.
         """
         noise = self.noise[..., i : i + 1, :].flatten(0, -2)
         early = None if self.early is None else self.early[..., i : i + 1].flatten()
@@ -183,12 +181,12 @@ class Inputs(NamedTuple):
         return Inputs(noise, early, context.row(i, torch.stack(tuple(before), -1) if before else None))
 
     def after(self, tokens: torch.Tensor) -> Inputs:
-        """The same after some tokens more of each text, (..., m) int64, which are not committed."""
+        """The inputs after m more tokens of each text, (..., m) int64, which are not committed."""
         return self if self.context is None else self._replace(context=self.context.after(tokens))
 
     @classmethod
     def stacked(cls, inputs: Sequence[Inputs]) -> Inputs:
-        """Those of several texts whose samplers are of one kind, as those of a batch."""
+        """Stacks the inputs of several texts, whose samplers are of one kind, into a batch."""
         contexts = [each.context for each in inputs if each.context is not None]
         context = Context.stacked(contexts) if contexts else None
         if len(inputs) == 1:
@@ -198,28 +196,28 @@ class Inputs(NamedTuple):
         return cls(torch.stack([each.noise for each in inputs]), torch.stack(early) if early else None, context)
 
 
-# Positions whose random numbers are computed at once.
+# Positions whose random numbers are computed together.
 NOISE_CHUNK = 512
-# Random numbers that rejection takes for each row: one to draw a proposal, one to accept up to it, one for the token of
-# the target's own. They are computed for so many rows of a round at once.
+# Random numbers per row for rejection: one to draw a proposal, one to accept up to it, one for the target's own token.
 NUMBERS = 3
+# Rows of a round whose random numbers are computed together.
 ROUND_ROWS = 16
 
 
 class Sampler:
-    """Chooses tokens, for target and drafter alike.
+    """Chooses tokens, for the target and the drafter.
 
-    Random numbers are a function of seed and place in the text alone. How often something was drawn before, on which
-    device, and by which process cannot change a text.
+    Random numbers are a function of the seed and the position in the text. A text does not depend on earlier draws, the
+    device or the process.
 
     Args:
         sampling: The settings.
         banned: Token ids that have probability 0 before position `banned_until`.
         banned_until: First position at which `banned` is not applied.
-        seed: Any integer, whose lowest 64 bits count. None: the rejection sampler takes torch's global generator, for
-            callers that seed that; for the coupled sampler it is 0.
-        processor: Of the text's logits; None to take them as they are.
-        logprobs: Which log-probabilities are wanted with the tokens; None for none.
+        seed: Any integer; its lowest 64 bits are used. None: the rejection sampler uses torch's global generator, and
+            the coupled sampler seed 0.
+        processor: Processes the text's logits; None for no processing.
+        logprobs: Log-probabilities to return with the tokens; None for none.
     """
 
     def __init__(
@@ -238,16 +236,16 @@ class Sampler:
         self.logprobs = logprobs
         self._processor = processor
         self.round: int | None = None
-        self.tables: dict[torch.device, tuple[int, torch.Tensor]] = {}  # first position, and its numbers and more
+        self.tables: dict[torch.device, tuple[int, torch.Tensor]] = {}  # first position, and the numbers from there on
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What a compiled graph of `draw` or `verify` depends on: equal for texts that may share it."""
+        """The part of a graph's key for `draw` and `verify`: equal for texts that can share a graph."""
         return type(self), self.sampling, *self._rules
 
     @property
     def processes(self) -> bool:
-        """Whether logits are not taken as they are."""
+        """Whether logits are processed (bias, bans, penalties, a grammar)."""
         return self._processor is not None
 
     @property
@@ -255,16 +253,16 @@ class Sampler:
         return tuple(self._banned), None if self._processor is None else self._processor.kind, self.logprobs
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """Takes tokens that have become part of the text, in order; the prompt is none of them."""
+        """Takes the committed tokens of the completion, in order; the prompt is not included."""
         if self._processor is not None:
             self._processor.commit(tokens)
 
     def start_round(self, position: int) -> None:
-        """Says that what is drawn from now on belongs to the round whose first proposal stands at `position`."""
+        """Begins the round whose first proposal is at `position`."""
 
     @staticmethod
     def start_rounds(samplers: Sequence[Sampler], positions: Sequence[int], device: torch.device) -> None:
-        """`start_round` of many samplers, whose random numbers on `device` are computed together."""
+        """Like `start_round` for many samplers; their random numbers on `device` are computed together."""
         for sampler, position in zip(samplers, positions):
             sampler.start_round(position)
         waiting = [s for s in samplers if isinstance(s, Rejection) and s.waits(device)]
@@ -276,21 +274,21 @@ class Sampler:
                 sampler.tables[device] = sampler.round, own
 
     def columns(self, vocab_size: int) -> int:
-        """K, the candidates that top-k leaves of so many ids."""
+        """K, the number of candidates after top-k."""
         return min(self.sampling.top_k or vocab_size, vocab_size)
 
     def set_seed(self, seed: int) -> None:
-        """Goes on with the random numbers of another seed."""
+        """Changes the seed."""
         self.seed = seed
         self.tables.clear()
 
     def inputs(self, device: torch.device, position: int, rows: int = 1) -> Inputs:
-        """What the choice of some tokens depends on, to be handed to `draw` or `verify`.
+        """The inputs of `draw` or `verify` for some tokens.
 
         Args:
-            device: Where the logits are.
-            position: Of the first token.
-            rows: How many tokens are chosen.
+            device: Device of the logits.
+            position: Position of the first token.
+            rows: Number of tokens to choose.
         """
         early = None
         if self._banned:
@@ -312,15 +310,15 @@ class Sampler:
         return torch.empty(positions.size(0), 0, device=positions.device)
 
     def draw(self, logits: torch.Tensor, position: int | Inputs) -> tuple[torch.Tensor, Distribution | None]:
-        """One token from each row.
+        """Draws one token from each row.
 
         Args:
-            logits: (R, V), of whatever model; one row, or one of each text.
-            position: Where the token of a single row will stand, or the `inputs` of the rows.
+            logits: (R, V), of the target or a draft model; one row, or one row per text.
+            position: Position of the token for a single row, or the `inputs` of the rows.
 
         Returns:
-            The tokens, (R,) int64, and the distributions to report with them, those that they were drawn from; None
-            where `verify` of the same sampler asks for none.
+            The tokens, (R,) int64, and the distributions that they were drawn from; None if `verify` of the same
+            sampler does not use them.
         """
         raise NotImplementedError
 
@@ -334,10 +332,10 @@ class Sampler:
         """Accepts the longest right prefix of a proposal and adds one token of the target's own.
 
         Args:
-            logits: (..., m + 1, V), the target's; row i stands for the token at `position + i`.
-            position: Where the first proposal of a single text stands, or the `inputs` of all rows.
-            tokens: (..., m) int64, the proposal; m = 0 is a plain step. It may end in -1: nothing was proposed there.
-            q: m rows, the processed distributions that the proposal was drawn from; None where it was not drawn.
+            logits: (..., m + 1, V), the target's; row i is for the token at `position + i`.
+            position: Position of the first proposal of a single text, or the `inputs` of all rows.
+            tokens: (..., m) int64, the proposal; m = 0 is a plain step. Entries of -1 at the end are padding.
+            q: m rows, the processed distributions that the proposal was drawn from; None if it is deterministic.
         """
         raise NotImplementedError
 
@@ -347,7 +345,7 @@ class Sampler:
         return self.inputs(logits.device, position, logits.size(0))
 
     def ban(self, logits: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-        """Logits without the banned ids in the rows that are too early for them."""
+        """Sets the logits of banned ids to -inf in early rows."""
         if inputs.early is None:
             return logits
         ids = torch.arange(logits.size(-1), device=logits.device)
@@ -355,7 +353,7 @@ class Sampler:
         return torch.where(inputs.early.unsqueeze(-1) & hidden, float("-inf"), logits)
 
     def adjust(self, logits: torch.Tensor, inputs: Inputs, proposed: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits after bias, bans and penalties; arguments as of `logits.adjusted`."""
+        """Logits after bias, bans and penalties; arguments as for `logits.adjusted`."""
         if inputs.context is not None:
             logits = adjusted(logits, inputs.context, proposed)
         return self.ban(logits, inputs)
@@ -367,10 +365,10 @@ class Sampler:
 
         Args:
             logits: (..., R, V), the target's.
-            inputs: Of the rows.
+            inputs: Inputs of the rows.
             proposed: (..., R - 1), as in `verify`.
             chosen: (..., R), the tokens.
-            wanted: Which.
+            wanted: The requested log-probabilities.
         """
         if wanted.mode == "raw":
             return measure(logits.float().log_softmax(-1), None, chosen, wanted.n)
@@ -381,9 +379,9 @@ class Sampler:
         return measure(p.probs.log(), p.ids, chosen, wanted.n)
 
     def _adjust_draft(self, logits: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-        """The same for a row of each text, (R, V).
+        """Like `adjust`, for one row per text, (R, V).
 
-        A drafter may lack all ids that are allowed. It then takes any, which will be refused.
+        If the drafter has none of the allowed ids, it draws any id, which will be rejected.
         """
         if inputs.context is None:
             return self.ban(logits, inputs)
@@ -401,11 +399,11 @@ def right_prefix(right: torch.Tensor) -> torch.Tensor:
 
 
 class Choosing(Sampler):
-    """A sampler whose token follows from logits and position: a proposal is accepted iff it is the same."""
+    """A sampler whose token is a function of logits and position. A proposal is accepted iff it equals that token."""
 
     def _choose(self, logits: torch.Tensor, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """The choice of each row of logits without banned ids, (..., R), and for each row numbers, (..., R) or
-        (..., R, K), that are finite iff all its logits are."""
+        """The token of each row of adjusted logits, (..., R), and numbers per row, (..., R) or (..., R, K), that are
+        finite iff the row has no NaN or +inf."""
         raise NotImplementedError
 
     def draw(self, logits: torch.Tensor, position: int | Inputs) -> tuple[torch.Tensor, None]:
@@ -426,14 +424,14 @@ class Choosing(Sampler):
 
 
 class Greedy(Choosing):
-    """The most likely token; the lowest id where several are."""
+    """The most likely token; the lowest id in a tie."""
 
     @property
     def kind(self) -> tuple[Any, ...]:
         return type(self), *self._rules
 
     def _choose(self, logits: torch.Tensor, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-        # `max` finds the index several times faster than `argmax` on a CPU, and a NaN is its greatest value.
+        # `max` is several times faster than `argmax` on a CPU, and it returns NaN if there is one.
         values, own = logits.max(-1)
         return own, values
 
@@ -442,21 +440,21 @@ class Rejection(Sampler):
     """Speculative sampling (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318) with block
     verification (Sun et al. 2024, arXiv 2403.10444).
 
-    A proposal of one token x is accepted with probability min(1, p(x) / q(x)); on rejection the token is drawn from the
-    residual max(0, p - q), normalised; after the last accepted one a further token is drawn from p. Several tokens are
-    accepted together: where a token is less likely than the drafter thought, one before it that was more likely makes
-    up for it. The text has the target's own distribution, whatever the drafter, and more tokens are accepted than one
-    by one (on the embedded pair at temperature 0.8: 0.15 more per round of 4 proposals, 0.57 of 7).
+    A proposal of one token x is accepted with probability min(1, p(x) / q(x)). On rejection the token is drawn from the
+    normalised residual max(0, p - q); if all proposals are accepted, one more token is drawn from p. Block verification
+    accepts several tokens jointly: a token with p < q can be compensated by an earlier one with p > q. The text has the
+    target's distribution for every drafter. More tokens are accepted than token by token: on the embedded pair at
+    temperature 0.8, 0.15 more per round of 4 proposals and 0.57 more per round of 7.
 
-    Random numbers are functions of seed, the round's first position, and the place in the round. They do not serve
-    twice: what is accepted depends on all of a round's proposals, those after the first refused one included.
+    Random numbers are functions of the seed, the round's first position, and the place in the round. Later rounds use
+    new numbers, since acceptance depends on all proposals of a round, also on those after the first rejected one.
     """
 
     def start_round(self, position: int) -> None:
         self.round = position
 
     def waits(self, device: torch.device) -> bool:
-        """Whether the random numbers of this round have yet to be computed."""
+        """Whether the random numbers of this round are not computed yet."""
         return self.seed is not None and self.tables.get(device, (None,))[0] != self.round
 
     def _noise(self, device: torch.device, position: int, rows: int) -> torch.Tensor:
@@ -472,7 +470,7 @@ class Rejection(Sampler):
 
     @staticmethod
     def _draw(weights: Distribution, uniform: torch.Tensor) -> torch.Tensor:
-        """One token from each row, which need not sum to 1, by inversion; `uniform` is (..., R)."""
+        """Draws one token from each row by inversion; rows need not sum to 1; `uniform` is (..., R)."""
         below = weights.probs.cumsum(-1)
         column = (below <= uniform.unsqueeze(-1) * below[..., -1:]).sum(-1)
         return column if weights.ids is None else weights.ids.gather(-1, column.unsqueeze(-1)).squeeze(-1)
@@ -497,7 +495,7 @@ class Rejection(Sampler):
         if m == 0:
             return Verified(self._draw(p, noise[..., 2]), torch.zeros_like(finite, dtype=torch.int64), finite)
 
-        # Row i of p and q stands for proposal i, or for the token of the target's own in its place.
+        # Row i of p and q is for proposal i, or for the target's own token in its place.
         proposed = tokens >= 0
         x = tokens.clamp_min(0)
         p_rows = p.first(m)
@@ -506,12 +504,12 @@ class Rejection(Sampler):
         if q is not None:
             finite = finite & q.probs.isfinite().flatten(-2).all(-1)
 
-        # Of the first i proposals, for i = 0, ..., m: how likely they may be kept as a whole, min(1, (before) * p / q).
-        # Unrolled, in logarithms, that is a sum less the greatest sum so far.
-        # A token that the target never chooses is refused, also where a drafter says that it never drew it.
+        # kept[i]: probability that the first i proposals are accepted jointly: min(1, kept[i - 1] * p / q).
+        # In logarithms this is the cumulative sum minus its running maximum.
+        # The clamp rejects a token with p = 0 even if the drafter reports q = 0 for it.
         sums = (p_x / q_x.clamp_min(torch.finfo(q_x.dtype).tiny)).log().cumsum(-1)
         kept = F.pad((sums - sums.clamp_min(0).cummax(-1).values).exp() * proposed, (1, 0), value=1.0)
-        # What is left over for a token of the target's own in place of proposal i, if those before it are kept.
+        # Residual for the target's own token in place of proposal i, if those before it are accepted.
         if q is None:
             ids = torch.arange(p_rows.probs.size(-1), device=x.device) if p_rows.ids is None else p_rows.ids
             q_rows = (ids == x.unsqueeze(-1)).to(p_rows.probs.dtype)
@@ -519,7 +517,8 @@ class Rejection(Sampler):
             q_rows = q.at(p_rows)
         residual = (kept[..., :m].unsqueeze(-1) * p_rows.probs - q_rows).clamp_min(0)
         left = residual.sum(-1)
-        # Keeping exactly i of them, with more proposed after, has this probability where no longer part was kept.
+        # share[i - 1]: probability that exactly the first i proposals are accepted, given that no longer prefix was. It
+        # is kept[i] for the last proposal.
         share = left[..., 1:] / (left[..., 1:] + 1 - kept[..., 1:m])
         share = torch.where(share.isnan(), 1.0, share)
         last = proposed & ~F.pad(proposed[..., 1:], (0, 1))
@@ -527,8 +526,8 @@ class Rejection(Sampler):
         places = torch.arange(m + 1, device=tokens.device)
         accepted = ((noise[..., :m, 1] < share) * places[1:]).amax(-1)
 
-        # The row after the accepted part: p itself where nothing was refused, or where p and q are equal up to
-        # rounding and nothing is left over.
+        # The distribution after the accepted prefix: the residual, or p if all proposals were accepted, or if p and q
+        # are equal up to rounding so that the residual is 0.
         own = p.row(accepted)
         refused = row_of(F.pad(residual * (left > 0).unsqueeze(-1), (0, 0, 0, 1)), accepted)
         use = (accepted < proposed.sum(-1)) & (refused.flatten(-2).sum(-1) > 0)
@@ -541,9 +540,9 @@ class Rejection(Sampler):
 class Coupled(Choosing):
     """Gumbel sampling with noise shared by target and drafter (Daliri, Musco, Suresh 2024, arXiv 2408.07978).
 
-    The noise of a token is a function of seed, position and token id alone. Target and drafter both take
-    argmax(log p + noise); a proposal is accepted iff it is the target's own choice. So the text is a function of
-    target, prompt, seed and settings: no drafter and no k can change it.
+    The noise of a token is a function of seed, position and token id only. Target and drafter both take
+    argmax(log p + noise); a proposal is accepted iff it equals the target's choice. So the text is a function of
+    target, prompt, seed and settings, and does not depend on drafter and k.
     """
 
     def _numbers(self, positions: torch.Tensor) -> torch.Tensor:
@@ -555,8 +554,8 @@ class Coupled(Choosing):
         scores = p.probs.log() + gumbel_noise(inputs.noise, ids)
         values, columns = scores.max(-1)
         if p.ids is not None:
-            # The lowest id wins a tie, in whatever order top-k left the candidates. Asked this way round, NaN leaves an
-            # id that exists: a drafter feeds it to its model before anybody looks at `finite`.
+            # The lowest id wins a tie, for every order of the candidates. The comparison is written so that a NaN still
+            # gives a valid id, since a drafter feeds the token to its model before `finite` is checked.
             ties = torch.where(scores < values.unsqueeze(-1), torch.iinfo(torch.int64).max, p.ids)
             columns = ties.min(-1).values
         return columns, p.probs
@@ -571,15 +570,15 @@ def make_sampler(
     processor: LogitsProcessor | None = None,
     logprobs: Logprobs | None = None,
 ) -> Sampler:
-    """The sampler for one text.
+    """Makes the sampler for one text.
 
     Args:
         sampling: The settings; temperature 0 or top_p 0 is greedy with either sampler.
-        seed: Of this text; any integer, its lowest 64 bits count.
+        seed: Seed of this text: any integer; its lowest 64 bits are used.
         banned: Token ids that have probability 0 before position `banned_until`.
         banned_until: First position at which `banned` is not applied.
-        processor: Of the text's logits; None to take them as they are.
-        logprobs: Which log-probabilities are wanted with the tokens; None for none.
+        processor: Processes the text's logits; None for no processing.
+        logprobs: Log-probabilities to return with the tokens; None for none.
     """
     kind: type[Sampler] = Coupled if sampling.sampler == "coupled" else Rejection
     return (Greedy if sampling.greedy else kind)(sampling, banned, banned_until, seed, processor, logprobs)

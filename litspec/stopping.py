@@ -1,7 +1,7 @@
 """Where a text ends: stop tokens, stop sequences, stop strings.
 
-Every matcher sees each committed token of the completion once, in order, and never the prompt: a stop that began inside
-the prompt is none, one that spans two rounds is one.
+Every matcher receives each committed token of the completion once, in order, and never the prompt. So a stop that
+begins inside the prompt does not count, and one that spans two rounds does.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from litspec.errors import InputError
 
 
 class Verdict(NamedTuple):
-    """Counts from the first token of the completion.
+    """Result of a matcher, as counts from the first token of the completion.
 
     Attributes:
-        safe: Number of tokens that are certain to stay, that is, that cannot become part of a stop.
-        end: None, or the tokens up to and including the stop, which has then been found and takes back all after
-            `safe`.
+        safe: Number of tokens that cannot become part of a stop.
+        end: Number of tokens up to and including the stop, if one was found; then tokens after `safe` are removed. Else
+            None.
     """
 
     safe: int
@@ -30,7 +30,7 @@ class Verdict(NamedTuple):
 
 class Stop(Protocol):
     def push(self, tokens: Sequence[int]) -> Verdict:
-        """Takes the tokens of one round. Not called again once it has returned an `end`."""
+        """Takes the tokens of one round. Not called again after it has returned an `end`."""
         ...
 
 
@@ -51,15 +51,15 @@ class TextMatcher(Protocol):
 
 
 def stop_sequences(stop_tokens: Iterable[Any]) -> tuple[tuple[int, ...], ...]:
-    """Normalises what LitGPT's generate functions take: a flat list of ids, or an iterable of id sequences.
+    """Normalises the `stop_tokens` of LitGPT's generate functions: a flat list of ids, or an iterable of id sequences.
 
     Raises:
-        InputError: For an empty sequence, which would match everywhere.
+        InputError: A sequence is empty and would match everywhere.
     """
     sequences = []
     for item in stop_tokens:
         item = item.tolist() if hasattr(item, "tolist") else item
-        # A tokenizer without EOS gives None, which stops nothing.
+        # A tokenizer without EOS gives None, which is ignored.
         ids = [i for i in (item if isinstance(item, Iterable) else [item]) if i is not None]
         if not ids and item not in (None, [None], (None,)):
             raise InputError("stop_tokens holds an empty sequence; each stop must have at least one token id.")
@@ -69,18 +69,18 @@ def stop_sequences(stop_tokens: Iterable[Any]) -> tuple[tuple[int, ...], ...]:
 
 
 class StopTokens:
-    """Finds the first of several token sequences: the automaton of Aho and Corasick (CACM 18(6), 1975).
+    """Finds the first of several token sequences with the automaton of Aho and Corasick (CACM 18(6), 1975).
 
     Args:
         sequences: Token ids of each stop.
-        ignore_first: Tokens at the beginning of the completion in which nothing is a stop.
+        ignore_first: Number of tokens at the beginning of the completion in which stops are ignored.
     """
 
     def __init__(self, sequences: Iterable[Sequence[int]] = (), ignore_first: int = 0) -> None:
         self._next: list[dict[int, int]] = [{}]  # the trie: state -> token -> state
-        self._depth = [0]  # tokens on the way to a state
+        self._depth = [0]  # number of tokens from the root to a state
         self._match = [0]  # length of the longest stop that ends in a state
-        self._fail = [0]  # the longest proper suffix that is a state too
+        self._fail = [0]  # the state of the longest proper suffix
         for sequence in sequences:
             state = 0
             for token in sequence:
@@ -109,7 +109,7 @@ class StopTokens:
         return self._next[state].get(token, 0)
 
     def push(self, tokens: Sequence[int]) -> Verdict:
-        """See `Stop.push`. Where several stops end at one token, the longest counts."""
+        """See `Stop.push`. If several stops end at one token, the longest counts."""
         for token in tokens:
             self._seen += 1
             if self._seen <= self._ignore_first:
@@ -130,15 +130,15 @@ class _Needles:
     def __init__(self, strings: Iterable[str]) -> None:
         self.strings = tuple(dict.fromkeys(strings))
         self.longest = max(map(len, self.strings), default=0)
-        self.first = 0  # nothing before it counts
+        self.first = 0  # strings that begin before this position are ignored
 
     def find(self, text: str, before: int) -> int | None:
-        """Where the first string begins that ends after the first `before` characters."""
+        """Begin of the first string that ends after the first `before` characters; None if there is none."""
         begin = max(self.first, before - self.longest + 1)
         return min((at for string in self.strings if (at := text.find(string, begin)) >= 0), default=None)
 
     def partial(self, text: str) -> int:
-        """Characters at the end of the text with which some string begins."""
+        """Length of the longest end of the text that is the beginning of some string."""
         for size in range(min(self.longest - 1, len(text) - self.first), 0, -1):
             if any(string.startswith(text[len(text) - size :]) for string in self.strings):
                 return size
@@ -146,12 +146,12 @@ class _Needles:
 
 
 class _MarkedText:
-    """The text with a mark for each special token that some stop string names; the text itself shows none of them.
+    """The text with marks for special tokens that occur in stop strings, since the text itself does not show them.
 
-    A mark is half of a surrogate pair, which no text holds.
+    A mark is an unpaired surrogate, which no text contains.
 
     Args:
-        names: Special tokens that are named, with their ids.
+        names: Special tokens that occur in stop strings, with their ids.
     """
 
     def __init__(self, names: Mapping[str, int]) -> None:
@@ -160,15 +160,15 @@ class _MarkedText:
         self._marks = marks
         self._names = re.compile("|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)))
         self.text = ""
-        self._places: list[int] = []  # of the marks in it
-        self._coming: list[tuple[int, str]] = []  # after so many characters of the text, which have not all come
+        self._places: list[int] = []  # positions of the marks in `text`
+        self._coming: list[tuple[int, str]] = []  # marks to insert: position in the unmarked text, and mark
 
     def translate(self, string: str) -> str:
-        """A stop string with marks for the special tokens that it names."""
+        """A stop string with its special tokens replaced by marks."""
         return self._names.sub(lambda name: self._marks[name[0]], string)
 
     def grow(self, text: str) -> None:
-        """Takes up the text's new end, `text` being all of it."""
+        """Adds the new part of the text; `text` is the whole unmarked text."""
         size = len(self.text) - len(self._places)
         while self._coming and self._coming[0][0] <= len(text):
             place, mark = self._coming.pop(0)
@@ -179,19 +179,19 @@ class _MarkedText:
         self.text += text[size:]
 
     def mark(self, id_: int, place: int) -> None:
-        """Notes a special token after the first `place` characters of the text."""
+        """Adds a special token after the first `place` characters of the unmarked text."""
         self._coming.append((place, self.mark_of[id_]))
 
     def visible(self, place: int) -> int:
-        """The characters of the text that stand before a place of the marked text."""
+        """Number of characters of the unmarked text before a position of the marked text."""
         return place - bisect_left(self._places, place)
 
 
 class StopStrings:
-    """Finds the first of several strings in the text, across the borders of tokens and blocks.
+    """Finds the first of several strings in the text, across the boundaries of tokens and blocks.
 
-    A string may name special tokens ("<|im_end|>", "<|im_start|>user"), which the text does not show: they are told by
-    their ids. Where it is cut, what they would have shown is not part of the text.
+    A string may contain special tokens ("<|im_end|>", "<|im_start|>user"), which the text does not show. They are
+    recognized by their ids.
 
     Attributes:
         safe_chars: Number of characters that no stop can remove any more. After a stop was found, the length of the
@@ -199,13 +199,13 @@ class StopStrings:
 
     Args:
         strings: The stop strings.
-        detokenizer: A fresh one, of its own: it is fed every token seen.
-        ignore_first: Tokens at the beginning of the completion in whose text nothing is a stop.
+        detokenizer: A new detokenizer, which is not used elsewhere.
+        ignore_first: Number of tokens at the beginning of the completion in which stops are ignored.
         special: The special tokens that the text does not show, with their ids.
-        vocab_size: Ids below it can come.
+        vocab_size: The model produces ids below it; None if unknown.
 
     Raises:
-        InputError: For an empty string, which would match everywhere, and for one that can never come.
+        InputError: A string is empty and would match everywhere, or can never occur.
     """
 
     def __init__(
@@ -227,8 +227,8 @@ class StopStrings:
                     continue
                 if vocab_size is not None and id_ >= vocab_size:
                     raise InputError(
-                        f"The stop string {string!r} names the special token {name!r} with the id {id_}, which the "
-                        f"model cannot produce: its vocabulary ends before {vocab_size}."
+                        f"The stop string {string!r} contains the special token {name!r} with the id {id_}, which the "
+                        f"model cannot produce: its ids are in [0, {vocab_size})."
                     )
                 named[name] = id_
         self._marked = _MarkedText(named) if named else None
@@ -243,7 +243,7 @@ class StopStrings:
         self.found = False
 
     def push(self, tokens: Sequence[int]) -> Verdict:
-        """See `Stop.push`: `safe` is the shortest run of tokens whose text covers `safe_chars`."""
+        """See `Stop.push`. `safe` is the smallest number of tokens whose text covers `safe_chars`."""
         detokenizer, marked = self._detokenizer, self._marked
         for token in tokens:
             before = len(detokenizer.text)
@@ -266,17 +266,17 @@ class StopStrings:
         return Verdict(detokenizer.tokens_for(self.safe_chars), None)
 
     def finish(self) -> int | None:
-        """Looks through the characters that were incomplete when the text reached its length.
+        """Searches the characters that were still held back when the text reached its length limit.
 
         Returns:
-            The number of tokens to keep where a stop was found after all, else None.
+            The number of tokens to keep if a stop was found, else None.
         """
         if self._seen <= self._ignore_first or not self._flush():
             return None
         return self._detokenizer.tokens_for(self.safe_chars)
 
     def _find(self, before: int, marked_before: int) -> bool:
-        """Looks for a stop that ends after what stood there before."""
+        """Searches for a stop that ends in the new part of the text."""
         places = [self._plain.find(self._detokenizer.text, before)]
         if self._marked is not None:
             place = self._needles.find(self._marked.text, marked_before)
@@ -286,7 +286,7 @@ class StopStrings:
         return self.found
 
     def _ends_here(self, token: int) -> bool:
-        """Whether a stop ends with this special token, though text before it is still held back."""
+        """Whether a stop ends with this special token while text before it is still held back."""
         marked = self._marked
         if marked is None or token not in marked.mark_of or not (held := self._detokenizer.held):
             return False
@@ -295,7 +295,7 @@ class StopStrings:
         return self._flush()
 
     def _flush(self) -> bool:
-        """Ends the text, and looks through what was held back of it."""
+        """Ends the text and searches the part that was held back."""
         before = len(self._detokenizer.text)
         marked_before = len(self._marked.text) if self._marked is not None else 0
         self._detokenizer.flush()
@@ -305,7 +305,7 @@ class StopStrings:
 
 
 class FirstOf:
-    """Several matchers as one: the stop that is complete first ends the text."""
+    """Combines several matchers: the stop that is complete first ends the text."""
 
     def __init__(self, *stops: Stop) -> None:
         self._stops = stops
@@ -313,7 +313,7 @@ class FirstOf:
         self._safe = 0
 
     def push(self, tokens: Sequence[int]) -> Verdict:
-        """See `Stop.push`. Where two stops are complete with the same token, the one that began first counts."""
+        """See `Stop.push`. If two stops are complete with the same token, the one that began first counts."""
         for token in tokens:
             self._seen += 1
             verdicts = [stop.push([token]) for stop in self._stops]

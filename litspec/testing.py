@@ -1,7 +1,6 @@
 """Checks of drafters and samplers, for authors of drafters and for `litspec verify`.
 
-A text does not show most faults of a drafter: verification hides them, they only cost speed. So these checks look at
-the proposals themselves.
+Most faults of a drafter do not change the text; they only cost speed. So these checks test the proposals themselves.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 # Significance level: a correct drafter fails a check once in a million.
 P_VALUE = 1e-6
-# Distributions after the same tokens may differ by rounding, which depends on the width of the block.
+# Distributions after the same tokens may differ by rounding, which depends on the number of rows.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 
 
@@ -44,7 +43,7 @@ class GTest:
 def g_test(counts: torch.Tensor, probs: torch.Tensor) -> GTest:
     """Tests counts (K,) against probabilities (K,).
 
-    Cells that expect fewer than 5 are put together. A count where the probability is 0 is impossible: p-value 0.
+    Cells with an expected count below 5 are merged. A count in a cell of probability 0 gives p-value 0.
     """
     counts, probs = counts.double(), probs.double()
     if counts[probs <= 0].sum() > 0:
@@ -57,13 +56,13 @@ def g_test(counts: torch.Tensor, probs: torch.Tensor) -> GTest:
     observed, expected = (torch.cat(column) for column in zip(*cells))
     statistic = 2 * torch.special.xlogy(observed, observed / expected).sum()
     degrees = torch.tensor(max(len(observed) - 1, 1), dtype=torch.float64)
-    # The chi-square tail, by the incomplete gamma function.
+    # The chi-square tail probability.
     p_value = torch.special.gammaincc(degrees / 2, statistic.clamp_min(0) / 2)
     return GTest(float(statistic), float(p_value) if len(observed) > 1 else 1.0)
 
 
 class _Text:
-    """One text with its target and draft sessions. A script says how many proposals are accepted."""
+    """One text with its target and draft sessions. The caller decides how many proposals are accepted."""
 
     def __init__(
         self,
@@ -76,11 +75,11 @@ class _Text:
     ) -> None:
         self._taps = tuple(drafter.taps)
         self._drafter = drafter.name
-        self.changed = ""  # what the drafter did to a list that it was given
+        self.changed = ""  # how the drafter changed a list that it was given
         self.target = target or TargetSession(llm.placed, max_length)
         self.session: DraftSession = drafter.start(self.target, max_length, sampler)
         self.tokens = list(tokens)
-        # As in decoding, the last token is not in the target's cache yet.
+        # As in generation, the last token is not in the target's cache yet.
         prompt = self.tokens[:-1]
         self.target.begin(prompt, self._taps, resume=self.session.resume)
         last = self.target.last_state
@@ -102,19 +101,19 @@ class _Text:
         given = list(tokens)
         self.session.commit(given, input_pos, hidden)
         if given != tokens:
-            self.changed = f"commit was given {tokens} and made it {given}"
+            self.changed = f"commit was given {tokens} and changed it to {given}"
 
     def propose(self, k: int) -> Proposal:
-        """A proposal in the form that the protocol asks for.
+        """A proposal, with its form checked.
 
         Raises:
-            InputError: It has another.
+            InputError: The form breaks the protocol.
         """
         proposal = self.session.propose(self.tokens[-1], len(self.tokens) - 1, k)
         return checked(proposal, self._drafter, self.target)
 
     def commit(self, proposal: Proposal, accepted: int, own: int) -> None:
-        """Lets the target take `accepted` tokens of a proposal and add one of its own."""
+        """Commits `accepted` tokens of a proposal and one token of the target's own."""
         position = len(self.tokens) - 1
         _, hidden = self.target.verify(self.tokens[-1], position, proposal.tokens.to(self.target.device), self._taps)
         committed = [*proposal.tokens[:accepted].tolist(), own]
@@ -133,10 +132,9 @@ def honesty(
     seed: int = 0,
     progress: Callable[[], None] = lambda: None,
 ) -> list[GTest]:
-    """Draws one token many times at each context and tests the counts against the distribution reported.
+    """Draws one token many times at each context and tests the counts against the reported distribution.
 
-    A proposal without a distribution counts as certain, whatever it is, and the text is the target's own for every such
-    proposal; there is nothing to test.
+    Proposals without a distribution are deterministic and are not tested.
 
     Args:
         drafter: The drafter to test.
@@ -156,7 +154,7 @@ def honesty(
         reported: Distribution | None = None
         drawn = []
         for draw in range(draws):
-            # At one position the same seed would draw the same token.
+            # With the same seed, every draw would give the same token.
             sampler.set_seed((seed + i) * draws + draw)
             proposal = text.propose(1)
             if proposal.q is None or not len(proposal.tokens):
@@ -172,7 +170,7 @@ def honesty(
 
 
 def _dense(q: Distribution, vocabulary: int) -> torch.Tensor:
-    """(m, V) on the host."""
+    """The dense probabilities, (m, V), on the host."""
     everything = Distribution(torch.zeros(q.probs.size(0), vocabulary, device=q.probs.device))
     return q.at(everything).cpu()
 
@@ -189,31 +187,30 @@ def check_drafter(
 ) -> None:
     """Checks that a drafter follows the protocol, and reports each violation.
 
-    - k is respected, and proposals are ids of the target with proper distributions.
-    - Rollback: after rounds in which the target took any part of a proposal, it drafts as a fresh session does that was
-      told the same text.
-    - `propose` may be repeated, and what was proposed leaves no trace.
-    - Two texts at once do not disturb each other.
-    - Reuse: in a slot where another text stood, also one that began alike, it drafts as in a fresh one.
-    - Honesty: tokens come from the distribution that is reported (`honesty`).
+    - A proposal has at most k tokens, which are ids of the target, with valid distributions.
+    - Rollback: after any number of accepted proposals, it drafts like a new session with the same text.
+    - Repeated calls of `propose` give the same proposal; proposals do not change the state.
+    - Several open texts do not affect each other.
+    - Reuse: it drafts the same in a reused slot as in a new one, also if the previous text had the same prefix.
+    - Honesty: tokens come from the reported distribution (`honesty`).
 
     Args:
         drafter: The drafter to check.
         llm: A loaded target. Its own drafter is not used.
-        contexts: Token ids to begin texts with; None for random ones, some with repetitions.
-        rounds: Scripted rounds per text.
-        draws: Draws per context for the test of the reported distribution; 0 leaves it out.
+        contexts: Token ids that texts begin with; None for random ones, some with repetitions.
+        rounds: Rounds per text.
+        draws: Draws per context for the test of the reported distribution; 0 skips the test.
         seed: Seed of all random choices.
 
     Raises:
-        AssertionError: With a sentence for each broken promise.
+        AssertionError: The drafter breaks the protocol; the message has a sentence for each violation.
     """
     rng = random.Random(seed)
     ids = min(llm.placed.model.config.vocab_size, llm.placed.model.config.padded_vocab_size)
     if contexts is None:
         made = [[rng.randrange(ids) for _ in range(rng.randrange(2, 24))] for _ in range(3)]
         contexts = [*made, made[0] * 3, made[1] * 2 + made[2]]
-    problems: dict[str, str] = {}  # by promise, its first case
+    problems: dict[str, str] = {}  # the first violation of each rule
     for name, sampling in (("greedy", Sampling(temperature=0)), ("sampled", Sampling())):
         texts = []
         for i, context in enumerate(contexts):
@@ -223,7 +220,7 @@ def check_drafter(
 
             room = len(context) + (rounds + 1) * llm.verify_width
             texts.append((_Text(llm, drafter, context, room, sampler()), sampler, room))
-        # All texts take turns, so that each is open beside the others.
+        # The texts take turns, so that all are open at the same time.
         for _ in range(rounds):
             for text, sampler, room in texts:
                 k = rng.randint(1, min(drafter.max_k, llm.verify_width - 1))
@@ -236,7 +233,7 @@ def check_drafter(
                 shown = proposal.tokens.clamp(0, ids - 1)[: llm.verify_width - 1]
                 text.commit(Proposal(shown), rng.randint(0, len(shown)), rng.randrange(ids))
                 if text.changed:
-                    problems.setdefault("lists", f"Lists: what a drafter is given is not its own; {text.changed}.")
+                    problems.setdefault("lists", f"Lists: a drafter must not change its arguments; {text.changed}.")
     if "form" not in problems:
         _check_reuse(drafter, llm, contexts, seed, problems)
     if draws and "form" not in problems:
@@ -245,7 +242,7 @@ def check_drafter(
                 problems.setdefault(
                     "honesty",
                     f"Honesty: at context {i}, {draws} draws do not fit the reported distribution "
-                    f"(G = {test.statistic:.1f}, p = {test.p_value:.1e}); report q as it was when the token was drawn.",
+                    f"(G = {test.statistic:.1f}, p = {test.p_value:.1e}); report the q that the token was drawn from.",
                 )
     if problems:
         raise AssertionError("\n".join(problems.values()))
@@ -261,20 +258,20 @@ def _check_round(
     name: str,
     problems: dict[str, str],
 ) -> None:
-    """One text before a scripted round: a proposal of its own, a repeated one, and one of a fresh session."""
+    """Checks one text before a round: compares its proposal with a repeated one and with that of a new session."""
     vocabulary = llm.placed.model.config.padded_vocab_size
     first, again = text.propose(k), text.propose(k)
     fresh = _Text(llm, drafter, text.tokens, room, sampler()).propose(k)
     for proposal in (first, again, fresh):
         m = len(proposal.tokens)
         if m > k:
-            problems.setdefault("k", f"k: asked for at most k = {k} tokens, it proposed {m}.")
+            problems.setdefault("k", f"k: at most k = {k} tokens were requested, but it proposed {m}.")
             return
         proposed = proposal.tokens.tolist()
         given = proposed[: proposed.index(-1)] if -1 in proposed else proposed
         if any(not 0 <= token < vocabulary for token in given) or any(token != -1 for token in proposed[len(given) :]):
             problems.setdefault(
-                "ids", f"Ids must be in [0, {vocabulary}), and -1 at the end for nothing; it proposed {proposed}."
+                "ids", f"Ids must be in [0, {vocabulary}), with padding of -1 only at the end; it proposed {proposed}."
             )
             return
         if m and proposal.q is not None:
@@ -284,19 +281,19 @@ def _check_round(
                 rows = [round(float(s), 4) for s in sums]
                 problems.setdefault("q", f"q must hold rows of probabilities that sum to 1; its rows sum to {rows}.")
                 return
-    _compare(llm, first, again, "Repeated", f"asked twice, its {name} proposals", problems)
+    _compare(llm, first, again, "Repeated", f"two calls of propose: its {name} proposals", problems)
     _compare(
         llm,
         first,
         fresh,
         "Rollback",
-        f"compared with a fresh session told the same text, its {name} proposals",
+        f"compared with a new session with the same text, its {name} proposals",
         problems,
     )
 
 
 def _compare(llm: SpecLLM, first: Proposal, other: Proposal, promise: str, what: str, problems: dict[str, str]) -> None:
-    """Whether two proposals after the same text agree: their first distributions, or their tokens."""
+    """Checks that two proposals after the same text agree: their first distributions, or their tokens."""
     drawn = first.q if len(first.tokens) > 0 else None
     if drawn is not None and other.q is not None and len(other.tokens):
         vocabulary = llm.placed.model.config.padded_vocab_size
@@ -311,7 +308,7 @@ def _compare(llm: SpecLLM, first: Proposal, other: Proposal, promise: str, what:
 def _check_reuse(
     drafter: Drafter, llm: SpecLLM, contexts: Sequence[Sequence[int]], seed: int, problems: dict[str, str]
 ) -> None:
-    """Texts one after the other in one slot; the later ones may take over what is known of their beginning."""
+    """Checks several texts in one slot, where later ones may reuse the prefix of earlier ones."""
     texts = [list(context) for context in contexts]
     long = (texts[0] * (PREFILL_CHUNK // len(texts[0]) + 2))[: PREFILL_CHUNK + len(texts[0]) + 2]
     width = llm.verify_width
@@ -331,18 +328,18 @@ def _check_reuse(
             except InputError as error:
                 problems.setdefault("form", f"Form: {error}")
                 return
-            what = "in a slot where other texts stood before and in a fresh one, its proposals"
+            what = "compared with a new slot, in a reused slot its proposals"
             _compare(llm, reused, fresh, "Reuse", what, problems)
 
 
 @torch.inference_mode()
 def accept_rule_test(verify: Callable[..., Verified] | None = None, draws: int = 50_000, seed: int = 0) -> GTest:
-    """Tests the accept function itself: draws proposals from one table, verifies them against another.
+    """Tests the accept function: draws proposals from one table of logits and verifies them against another.
 
-    The first token committed must have the target's distribution, whatever the draft's.
+    The first committed token must have the target's distribution.
 
     Args:
-        verify: A function like `Rejection.verify`, bound; None for the real one.
+        verify: A function with the arguments of a sampler's `verify`; None for `Rejection.verify`.
         draws: Number of rounds.
         seed: Seed of tables and draws.
     """
@@ -353,7 +350,7 @@ def accept_rule_test(verify: Callable[..., Verified] | None = None, draws: int =
     draft = 1.5 * torch.randn(2, 8, generator=generator)
     counts = torch.zeros(8, dtype=torch.int64)
     for draw in range(draws):
-        # Every round has its own positions, as in a text.
+        # Every round needs new positions, since random numbers depend on them.
         position = draw * len(logits)
         pairs = [sampler.draw(row.unsqueeze(0), position + i) for i, row in enumerate(draft)]
         tokens = torch.cat([token for token, _ in pairs])

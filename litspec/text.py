@@ -1,7 +1,7 @@
 """Encoding of prompts and decoding of texts: prompt style, tokenizer, stops, and incremental detokenization.
 
-Encoding is LitGPT's own, BOS included. Decoding is the tokenizer's own for a whole text; `Detokenizer` gives the same
-text piece by piece, and never a piece that a later token could change.
+Encoding is LitGPT's, including BOS. A whole text is decoded by the tokenizer. `Detokenizer` gives the same text
+incrementally, and never returns text that a later token could change.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class TextCodec:
 
     Args:
         checkpoint_dir: The target's folder.
-        config: Its model config: LitGPT chooses the prompt style by the model's name where the folder does not say it.
-        trust_prompt_style: Let `prompt_style.yaml` name a class that is not LitGPT's own, whose code is run then.
+        config: Its model config. Without a `prompt_style.yaml`, LitGPT chooses the prompt style by the model's name.
+        trust_prompt_style: Allow `prompt_style.yaml` to name a class outside LitGPT, whose code is then run.
 
     Attributes:
         tokenizer: LitGPT's tokenizer.
         prompt_style: LitGPT's prompt style.
-        stop_tokens: Every id sequence that ends a text: the tokenizer's EOS, those of `generation_config.json`, the
+        stop_tokens: Every id sequence that ends a text: the tokenizer's EOS, those of `generation_config.json`, and the
             prompt style's.
         notes: Sentences for the user, such as an EOS id that the model cannot produce.
 
     Raises:
-        InputError: When a file of the folder is broken.
+        InputError: A file of the folder is broken.
     """
 
     def __init__(self, checkpoint_dir: str | Path, config: Config, *, trust_prompt_style: bool = False) -> None:
@@ -62,14 +62,14 @@ class TextCodec:
         self._vocabulary = _Vocabulary(self.tokenizer)
 
     def encode(self, prompt: str, sys_prompt: str | None = None) -> Tensor:
-        """The prompt in its style, as token ids `(T,)`, int32, T >= 1.
+        """Encodes a prompt in its prompt style as token ids `(T,)`, int32, T >= 1.
 
         Args:
             prompt: The user's text.
             sys_prompt: Replaces the system prompt of a style that has one.
 
         Raises:
-            InputError: When the text has no tokens, is not valid Unicode, or has a token that the model does not know.
+            InputError: The text has no tokens, is not valid Unicode, or has a token that the model does not have.
         """
         text = self.prompt_style.apply(prompt, sys_prompt=sys_prompt)
         if not isinstance(text, str):
@@ -79,42 +79,42 @@ class TextCodec:
 
     @functools.cached_property
     def turns(self) -> Turns:
-        """Puts the turns of conversations together; read when it is first asked for."""
+        """Formats conversations; loaded when first used."""
         return Turns(self.checkpoint_dir, self.prompt_style)
 
     def encode_messages(self, messages: Sequence[Message], sys_prompt: str | None = None) -> Tensor:
-        """A conversation up to where the next answer begins, as token ids `(T,)`, int32, T >= 1.
+        """Encodes a conversation up to the start of the next answer as token ids `(T,)`, int32, T >= 1.
 
-        Args: as of `Turns.render`.
+        Args: as for `Turns.render`.
 
         Raises:
-            InputError: As of `encode` and of `Turns.render`.
+            InputError: As for `encode` and `Turns.render`.
         """
         return self.encode_text(self.turns.render(messages, sys_prompt), messages[-1]["content"])
 
     def encode_text(self, text: str, prompt: str | None = None) -> Tensor:
-        """Text as it is, as token ids `(T,)`, int32, T >= 1; with BOS where the tokenizer puts it.
+        """Encodes text without a prompt style as token ids `(T,)`, int32, T >= 1; with BOS if the tokenizer adds it.
 
         Args:
             text: The text.
-            prompt: What it was made of, for messages.
+            prompt: The user's prompt in the text, for messages.
 
         Raises:
-            InputError: As of `encode`.
+            InputError: As for `encode`.
         """
         try:
-            text.encode()  # the tokenizers do not accept half of a surrogate pair
+            text.encode()  # tokenizers do not accept an unpaired surrogate
             ids = self.tokenizer.encode(text)
         except UnicodeEncodeError as error:
-            raise InputError("The prompt is not valid Unicode: it holds half of a surrogate pair.") from error
+            raise InputError("The prompt is not valid Unicode: it contains an unpaired surrogate.") from error
         except NotImplementedError as error:
             folder = str(self.checkpoint_dir)
             raise InputError(
-                f"LitGPT puts BOS before prompts for {folder!r}, but its tokenizer_config.json names no bos_token."
+                f"LitGPT puts BOS before prompts for {folder!r}, but its tokenizer_config.json has no bos_token."
             ) from error
-        except (RuntimeError, OverflowError, TypeError, ValueError) as error:  # ids that fit no tensor
+        except (RuntimeError, OverflowError, TypeError, ValueError) as error:  # ids outside the range of a tensor
             raise InputError(
-                f"The tokenizer of {str(self.checkpoint_dir)!r} gives the prompt tokens that are no ids of a model: "
+                f"The tokenizer of {str(self.checkpoint_dir)!r} gives invalid token ids for the prompt: "
                 f"{' '.join(str(error).split())}."
             ) from error
         if ids.numel() == 0:
@@ -122,16 +122,16 @@ class TextCodec:
             raise InputError(f"The prompt {shown!r} has no tokens; give at least one character.")
         size = self.config.padded_vocab_size
         if (largest := int(ids.max())) >= size:
-            raise InputError(f"The prompt has the token {largest}; the model's vocabulary ends before {size}.")
+            raise InputError(f"The prompt has the token id {largest}, but the model's ids are in [0, {size}).")
         return ids
 
     def decode(self, token_ids: Sequence[int] | Tensor, *, after: Sequence[int] | Tensor = ()) -> str:
-        """The text of all tokens together; special tokens and ids that the tokenizer does not know give none.
+        """Decodes tokens. Special tokens and ids that the tokenizer does not know give no text.
 
         Args:
             token_ids: `(T,)`.
-            after: Tokens before them whose text is not wanted. Sentencepiece-style tokenizers drop the space that
-                begins a text; after other tokens it stays.
+            after: The tokens before them, whose text is not returned. Sentencepiece-style tokenizers drop the space at
+                the beginning of a text; after other tokens it stays.
         """
         if len(after):
             detokenizer = self.detokenizer(after=after)
@@ -140,37 +140,37 @@ class TextCodec:
 
     @property
     def known_ids(self) -> int:
-        """Ids that the tokenizer knows are below this."""
+        """Upper bound of the tokenizer's ids (exclusive)."""
         processor = self.tokenizer.processor
         if self.tokenizer.backend == "sentencepiece":
             return int(processor.get_piece_size())
         return max(processor.get_vocab(with_added_tokens=True).values()) + 1
 
     def token_id(self, token: str) -> int:
-        """The id of a token that is given as a special token's name, as its text, or as the vocabulary spells it.
+        """The id of a token, given as a special token's name, as text, or as in the vocabulary.
 
         Raises:
-            InputError: It is none of these.
+            InputError: It is not a single token.
         """
         if token in self.special_tokens:
             return self.special_tokens[token]
         ids = self.encode_alone(token)
         if len(ids) == 1:
             return ids[0]
-        # Sentencepiece gives what it does not know the id of <unk>.
+        # Sentencepiece returns the id of <unk> for unknown tokens.
         with suppress(ValueError):
             id_ = self.tokenizer.token_to_id(token)
             if self.tokenizer.backend == "huggingface" or self.tokenizer.processor.id_to_piece(id_) == token:
                 return id_
         raise InputError(
-            f"{token!r} is no token, but {len(ids)} of them; give a token's id, or text that is one token."
+            f"{token!r} is not a single token but {len(ids)} tokens; give a token id, or text that is one token."
         )
 
     def spellings(self, word: str) -> list[list[int]]:
-        """A word as token ids, as it stands at the beginning of a text and after a space.
+        """The token ids of a word, at the beginning of a text and after a space.
 
         Raises:
-            InputError: It has no tokens.
+            InputError: The word has no tokens.
         """
         if word in self.special_tokens:
             return [[self.special_tokens[word]]]
@@ -181,11 +181,11 @@ class TextCodec:
         return found
 
     def encode_alone(self, text: str) -> list[int]:
-        """Token ids of some text without a prompt style, BOS or EOS."""
+        """Encodes text without a prompt style, BOS or EOS."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise InputError(f"{text!r} is not valid Unicode: it holds half of a surrogate pair.") from error
+            raise InputError(f"{text!r} is not valid Unicode: it contains an unpaired surrogate.") from error
         if self.tokenizer.backend == "huggingface":
             return list(self.tokenizer.processor.encode(text, add_special_tokens=False).ids)
         return self.tokenizer.encode(text, bos=False, eos=False).tolist()
@@ -196,7 +196,7 @@ class TextCodec:
         return self._vocabulary.special
 
     def detokenizer(self, *, after: Sequence[int] | Tensor = ()) -> Detokenizer:
-        """A fresh detokenizer; `after` as in `decode`."""
+        """A new detokenizer; `after` as in `decode`."""
         return Detokenizer(self._vocabulary, after=after)
 
     def _find_stops(self, notes: list[str]) -> tuple[tuple[int, ...], ...]:
@@ -213,9 +213,9 @@ class TextCodec:
         except ValueError as error:
             name, folder = type(self.prompt_style).__name__, str(self.checkpoint_dir)
             raise InputError(
-                f"The prompt style {name} does not go with the tokenizer of {folder!r}: {error}"
+                f"The prompt style {name} cannot be used with the tokenizer of {folder!r}: {error}"
             ) from error
-        # LitGPT may hold a list here, straight from generation_config.json; then each of its ids stops.
+        # LitGPT's eos_id may be the list of generation_config.json; then each of its ids is a stop.
         stops: list[Any] = [[id_] for id_ in _flat(self.tokenizer.eos_id)] + [[id_] for id_ in _flat(eos)]
         for sequence in style:
             stops += [[id_] for id_ in _flat(sequence[0])] if len(sequence) == 1 else [list(sequence)]
@@ -226,7 +226,7 @@ class TextCodec:
             if all(0 <= id_ < self.config.padded_vocab_size for id_ in sequence):
                 usable.append(sequence)
             elif max(sequence) >= 0:
-                notes.append(f"The stop {list(sequence)} lies outside the model's vocabulary and is ignored.")
+                notes.append(f"The stop {list(sequence)} is outside the model's vocabulary and is ignored.")
         return tuple(usable)
 
 
@@ -250,22 +250,22 @@ def _prompt_style(checkpoint_dir: Path, config: Config, trusted: bool) -> Prompt
         cls = _import(module, name, path)
     elif module:
         raise InputError(
-            f"{str(path)!r} names {module}.{name}, which is none of LitGPT's prompt styles (litgpt.prompts.*): loading "
-            "it would run its code. If you know where it comes from, allow it with trust_prompt_style."
+            f"{str(path)!r} names {module}.{name}, which is not one of LitGPT's prompt styles (litgpt.prompts.*); "
+            "loading it would run its code. If you trust its source, allow it with trust_prompt_style."
         )
     if not (isinstance(cls, type) and issubclass(cls, PromptStyle)):
         raise InputError(
-            f"{str(path)!r} names no prompt style: {module}.{name} is no subclass of LitGPT's PromptStyle."
+            f"{str(path)!r} names no prompt style: {module}.{name} is not a subclass of LitGPT's PromptStyle."
         )
     try:
         return cls()
-    except Exception as error:  # code of others, where it was allowed
+    except Exception as error:  # the constructor may be third-party code
         reason = " ".join(str(error).split())
-        raise InputError(f"{str(path)!r} names a prompt style that cannot be made: {reason}.") from error
+        raise InputError(f"{str(path)!r} names a prompt style that cannot be constructed: {reason}.") from error
 
 
 def _class_path(path: Path) -> str:
-    """The names in the file. Nothing is imported or called."""
+    """Reads `class_path` from the file, without importing or calling anything."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         found = content["class_path"]
@@ -281,13 +281,13 @@ def _class_path(path: Path) -> str:
 
 
 def _import(module: str, name: str, path: Path) -> Any:
-    """A class of the user's own, from where Python finds modules, but never from the checkpoint's folder."""
+    """Imports a class from Python's module path, but never from the checkpoint's folder."""
     before = list(sys.path)
     folder = os.path.realpath(path.parent)
     sys.path[:] = [entry for entry in before if os.path.realpath(entry or os.curdir) != folder]
     try:
         return getattr(importlib.import_module(module), name, None)
-    except Exception as error:  # code of others
+    except Exception as error:  # third-party code
         raise InputError(
             f"{str(path)!r} names no prompt style that can be loaded: {' '.join(str(error).split())}."
         ) from error
@@ -296,15 +296,15 @@ def _import(module: str, name: str, path: Path) -> Any:
 
 
 class Detokenizer:
-    """Text from tokens as they come, whole characters only: the pieces joined are the text of all tokens together.
+    """Decodes tokens incrementally into whole characters. The concatenated parts equal the text of all tokens.
 
-    A token is decoded together with a few before it, never with all. Text that a later token may still change is held
-    back: the bytes of an unfinished character, or a run of byte tokens, which the usual decoders turn into replacement
-    characters as a whole if one of them is wrong.
+    A token is decoded together with a few tokens before it, not with all. Text that a later token may change is held
+    back: the bytes of an incomplete character, or a run of byte tokens, since decoders replace the whole run if one
+    byte is invalid.
 
     Args:
-        vocabulary: What the tokens mean (`TextCodec.detokenizer` hands it over), or a LitGPT tokenizer.
-        after: Tokens before the first whose text is not wanted.
+        vocabulary: The vocabulary (see `TextCodec.detokenizer`), or a LitGPT tokenizer.
+        after: Tokens before the first one, whose text is not returned.
 
     Attributes:
         char_count: Characters released so far.
@@ -318,7 +318,7 @@ class Detokenizer:
         self._pieces: list[str] = []
         self._chars = [0]  # [n]: characters released after n tokens
         self._settled = [0]  # [n]: the largest m <= n after which nothing was held back
-        self._covered = (0, 0)  # the last question to tokens_for, and its answer
+        self._covered = (0, 0)  # the last argument and result of tokens_for
         self.char_count = 0
 
     @property
@@ -340,11 +340,11 @@ class Detokenizer:
         m = self._settled[n]
         if m == n:
             return ""
-        # Whole characters before an unfinished one have been released.
+        # Whole characters before an incomplete one have been released.
         return self._stream.tail(self._tokens, self._begin + m, self._begin + n)[self._chars[n] - self._chars[m] :]
 
     def push(self, tokens: Sequence[int] | Tensor) -> str:
-        """Takes the next tokens; returns the text that has become certain, which may be empty."""
+        """Takes the next tokens; returns the new text that is certain, which may be empty."""
         released = []
         for token in _ids(tokens):
             piece, settled = self._stream.push(token)
@@ -356,7 +356,7 @@ class Detokenizer:
         return self._release("".join(released))
 
     def flush(self) -> str:
-        """Ends the text: returns what was held back, with U+FFFD where bytes make no character."""
+        """Ends the text: returns the text that was held back, with U+FFFD for invalid bytes."""
         piece = self._release(self._stream.flush())
         self.char_count += len(piece)
         self._chars[-1] = self.char_count
@@ -368,7 +368,7 @@ class Detokenizer:
         return piece
 
     def tokens_for(self, char_count: int) -> int:
-        """The length of the shortest prefix of the tokens whose text begins with the first `char_count` characters.
+        """Length of the shortest prefix of the tokens whose text covers the first `char_count` characters.
 
         Args:
             char_count: At most `self.char_count`.
@@ -379,7 +379,7 @@ class Detokenizer:
 
     def _shortest_for(self, char_count: int) -> int:
         reached = min(bisect_left(self._chars, char_count), len(self._chars) - 1)
-        # Where text was held back, a prefix may decode to more than had been released at that time.
+        # If text was held back, a prefix may decode to more than was released at that time.
         first = bisect_left(self._chars, self._chars[reached - 1]) if reached else 0
         for n in range(first, reached):
             m = self._settled[n]
@@ -394,25 +394,25 @@ class Detokenizer:
 
 class _Stream(Protocol):
     def push(self, token: int) -> tuple[str, bool]:
-        """The text that became certain, and whether nothing is held back."""
+        """The new text that is certain, and whether nothing is held back."""
         ...
 
     def flush(self) -> str: ...
 
     def tail(self, tokens: list[int], m: int, n: int) -> str:
-        """What `tokens[m:n]` add to the text of the settled `tokens[:m]`, with nothing held back."""
+        """The text that `tokens[m:n]` add to that of the settled `tokens[:m]`, with nothing held back."""
         ...
 
 
 class _Kind(Enum):
     PLAIN = 0
     DROPPED = 1  # left out before decoding: special tokens, ids that the tokenizer does not know
-    BYTE = 2  # decoded together with the bytes next to it
-    CONTROL = 3  # without text, but it ends a run of bytes; a second one in a row changes nothing
+    BYTE = 2  # decoded together with adjacent bytes
+    CONTROL = 3  # has no text, but ends a run of bytes; only the first in a row matters
 
 
 class _Vocabulary:
-    """What the tokens of one tokenizer add to a text, and which kind of stream can tell it token by token."""
+    """The text of the tokens of one tokenizer, and the kind of stream that can decode them incrementally."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._processor = processor = tokenizer.processor
@@ -440,7 +440,7 @@ class _Vocabulary:
         return _ByteStream(self) if self._is_byte_level else _WindowStream(self, after)
 
     def decode(self, ids: list[int]) -> str:
-        if self._is_sentencepiece:  # it refuses ids that it does not know, the tokenizers library leaves them out
+        if self._is_sentencepiece:  # it raises for unknown ids; the tokenizers library leaves them out
             ids = [id_ for id_ in ids if self.kind(id_) is not _Kind.DROPPED]
         return self._processor.decode(ids)
 
@@ -461,7 +461,7 @@ class _Vocabulary:
         if token is None or token in self._special:
             return _Kind.DROPPED
         if not self._is_local:
-            return _Kind.BYTE  # of one run from the first token to the last: nothing is certain before the end
+            return _Kind.BYTE  # the whole text is one run: nothing is certain before the end
         return _Kind.BYTE if self._has_byte_tokens and _BYTE_TOKEN.fullmatch(token) else _Kind.PLAIN
 
     def bytes_of(self, id_: int) -> bytes:
@@ -469,13 +469,13 @@ class _Vocabulary:
         if id_ not in self._bytes:
             token = "" if self.kind(id_) is _Kind.DROPPED else self._processor.id_to_token(id_)
             known = all(char in _BYTE_OF for char in token)
-            # An added token may be spelled in plain characters, which stand for themselves.
+            # An added token may contain plain characters instead of encoded bytes.
             self._bytes[id_] = bytes(_BYTE_OF[char] for char in token) if known else token.encode()
         return self._bytes[id_]
 
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-# Byte-level BPE writes a byte as the Latin-1 character that it is where that can be seen, else as one from U+0100 on.
+# Byte-level BPE writes a byte as its Latin-1 character if that is printable, else as a character from U+0100 on.
 _VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _HIDDEN = [byte for byte in range(0x100) if byte not in _VISIBLE]
 _BYTE_OF = {chr(byte): byte for byte in _VISIBLE} | {chr(0x100 + i): byte for i, byte in enumerate(_HIDDEN)}
@@ -492,7 +492,7 @@ def _decoders(decoder: Any) -> list[dict[str, Any]]:
 
 
 def _is_local(decoders: list[dict[str, Any]]) -> bool:
-    """Whether a token's text depends on its neighbours only, so that decoding a window tells it."""
+    """Whether a token's text depends only on adjacent tokens, so that a window is enough to decode it."""
     fused = False
     for decoder in decoders:
         kind = decoder["type"]
@@ -508,7 +508,7 @@ def _is_local(decoders: list[dict[str, Any]]) -> bool:
 
 
 class _ByteStream:
-    """For byte-level tokenizers: each token is a fixed string of bytes, and the text is those bytes as UTF-8."""
+    """For byte-level tokenizers: each token is a fixed byte string, and the text is these bytes as UTF-8."""
 
     def __init__(self, vocabulary: _Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -526,7 +526,7 @@ class _ByteStream:
 
 
 class _WindowStream:
-    """For all others: decodes new tokens after a few settled ones, lest they be taken for the first of a text."""
+    """For other tokenizers: decodes new tokens after a few settled ones, so that they are not decoded as the first."""
 
     def __init__(self, vocabulary: _Vocabulary, after: list[int]) -> None:
         self._vocabulary = vocabulary
@@ -558,7 +558,7 @@ class _WindowStream:
         return decode(context + tokens)[len(decode(context)) :] if tokens else ""
 
     def _shortest_context(self, tokens: list[int], end: int) -> list[int]:
-        """A short end of `tokens[:end]` that has text: after it a decoder is past what it does to a beginning."""
+        """A short suffix of `tokens[:end]` that has text, so that tokens after it are not decoded as the first."""
         kind = self._vocabulary.kind
         size = 1
         while True:

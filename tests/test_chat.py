@@ -181,7 +181,7 @@ def test_what_cannot_be_done_is_a_sentence_and_the_chat_goes_on(
     text = f"/rest\n/save\n/save {there}\n/save {tmp_path}/no/a.json\n{'long ' * 20}\nshort\n/help\n"
     code, out, err = chat(monkeypatch, capsys, text, "--checkpoint_dir", made, "--temperature", 0)
     assert code == 1
-    for said in ("did you mean /reset?", "/save needs", "exists already", "No such file", "block_size is 64", "/quit"):
+    for said in ("did you mean /reset?", "/save needs", "already exists", "No such file", "block_size is 64", "/quit"):
         assert said in err
     assert there.read_text() == "mine" and list(tmp_path.glob(".there*")) == []
     # As many tokens as there is room for: the tokenizer has one for each byte.
@@ -222,7 +222,7 @@ def test_what_was_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_saved_file_is_whole_and_never_another_one(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     save(file, [{"role": "user", "content": "é\ud800"}])
-    with pytest.raises(InputError, match="exists already"):
+    with pytest.raises(InputError, match="already exists"):
         save(file, [])
     assert "é" in file.read_bytes().decode("utf-8", errors="surrogatepass")
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]

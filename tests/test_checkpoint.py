@@ -63,7 +63,7 @@ def test_a_bare_name_is_looked_for_below_checkpoints(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     assert open_checkpoint("org/tiny").dir == Path("checkpoints/org/tiny")
     assert open_checkpoint("checkpoints/org/tiny").dir == Path("checkpoints/org/tiny")
-    refusal(lambda: open_checkpoint("org/other", role="draft_dir"), "draft_dir 'org/other'", "below ./checkpoints")
+    refusal(lambda: open_checkpoint("org/other", role="draft_dir"), "draft_dir 'org/other'", "in ./checkpoints")
 
 
 def test_a_path_that_is_no_folder_is_refused(folder: Path) -> None:
@@ -185,7 +185,7 @@ def text_file(folder: Path) -> None:
         (truncated, ["lit_model.pth", "truncated"]),
         (safetensors, ["lit_model.pth", "safetensors", "`litgpt convert_to_litgpt"]),
         (old_format, ["lit_model.pth", "before 1.6"]),
-        (text_file, ["lit_model.pth", "no PyTorch file"]),
+        (text_file, ["lit_model.pth", "not a PyTorch file"]),
     ],
 )
 def test_weights_that_are_something_else_are_named_for_what_they_are(
@@ -590,7 +590,7 @@ def test_more_tokens_at_the_tail_of_either_are_noted_and_not_shared(words: Calla
         report = words(word_tokenizer(list(first)), word_tokenizer(list(second)))
         assert (report.shared_vocab_size, report.excluded) == (3, ())
         assert len(report.notes) == 1
-        assert f"The {owner} has 2 token(s) of its own, first id 3 ('d')" in report.notes[0]
+        assert f"2 token(s) exist only in the {owner}, first id 3 ('d')" in report.notes[0]
 
 
 def test_special_tokens_that_differ_are_excluded_and_noted(words: Callable[..., Any]) -> None:
@@ -670,7 +670,7 @@ def test_folders_that_disagree_about_bos_are_warned_of(pair: Callable[..., Any])
     target, draft = pair({"name": "Llama-3.1-8B"}, {"name": "my-draft"})
     (note,) = check_pair(target, draft).notes
     assert (
-        note.startswith("Warning") and "BOS" in note and "for the folder 'Llama-3.1-8B' and none for 'my-draft'" in note
+        note.startswith("Warning") and "BOS" in note and "for the folder 'Llama-3.1-8B' but not for 'my-draft'" in note
     )
     target, draft = pair({"name": "target2"}, {"name": "draft2", "tokenizer_config": {"add_bos_token": True}})
     (note,) = check_pair(target, draft).notes

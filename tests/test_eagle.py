@@ -289,7 +289,7 @@ def test_texts_of_the_embedded_target_are_the_same_with_and_without_a_head(tmp_p
 
 def test_beyond_the_positions_that_a_head_was_made_for_nothing_is_drafted_and_that_is_said(llm, tmp_path):
     head = head_for(llm, tmp_path, max_position_embeddings=40)
-    assert len(head.notes) == 1 and "40 positions" in head.notes[0] and "1024" in head.notes[0]
+    assert len(head.notes) == 1 and "40 tokens" in head.notes[0] and "1024" in head.notes[0]
     out = llm.with_drafter(head).generate("a" * 20, max_new_tokens=60, temperature=0.0, speculative_k=4)
     assert out.token_ids == llm.generate("a" * 20, max_new_tokens=60, temperature=0.0).token_ids
     at = 20
@@ -340,18 +340,18 @@ def without(*names: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("fields", "weights", "sentence"),
     [
-        ({"target_hidden_size": 32}, WEIGHTS, "states of 32 channels, the target's have 16"),
+        ({"target_hidden_size": 32}, WEIGHTS, "states of 32 channels, but the target's have 16"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 6, 10]}, WEIGHTS, r"blocks \[1, 5, 9\], but the target has 8 blocks"),
-        ({"vocab_size": 200}, WEIGHTS, "vocabulary of 200 ids, the target has 97"),
+        ({"vocab_size": 200}, WEIGHTS, "vocabulary of 200 ids, but the target has 97"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 6]}, WEIGHTS, r"\(16, 48\); 2 states .* need \(16, 32\)"),
-        ({}, WEIGHTS | {"d2t": torch.full((48,), 90)}, "leads to id 137, the target has 97"),
-        ({}, WEIGHTS | {"d2t": torch.zeros(7)}, "7 entries, the head gives 48"),
+        ({}, WEIGHTS | {"d2t": torch.full((48,), 90)}, "maps to id 137, but the target has 97"),
+        ({}, WEIGHTS | {"d2t": torch.zeros(7)}, "7 entries, but the head gives 48"),
         ({}, without("d2t"), "48 of 97 logits, and there is no 'd2t'"),
         ({}, without("fc.weight"), "lack 'fc.weight'"),
         ({}, without("midlayer.hidden_norm.weight"), "no EAGLE-3 head"),
         ({}, without("midlayer.self_attn.k_proj.weight"), "lack 'self_attn.k_proj.weight'"),
-        ({}, WEIGHTS | {"layers.1.mlp.up_proj.weight": torch.zeros(2)}, "only heads of one layer"),
-        ({"intermediate_size": 25}, WEIGHTS, r"has shape \(24, 16\), the config makes it \(25, 16\)"),
+        ({}, WEIGHTS | {"layers.1.mlp.up_proj.weight": torch.zeros(2)}, "only heads with one layer"),
+        ({"intermediate_size": 25}, WEIGHTS, r"has shape \(24, 16\), but the config requires \(25, 16\)"),
         ({"hidden_size": "x"}, WEIGHTS, "hidden_size as a whole number, got 'x'"),
         ({"hidden_act": "gelu"}, WEIGHTS, "'gelu'"),
         ({"eagle_config": [1, 2, 3]}, WEIGHTS, r"eagle_config as an object, got \[1, 2, 3\]"),

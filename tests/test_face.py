@@ -101,7 +101,7 @@ def test_loading_is_told_where_it_takes_long(
 def test_bench_says_where_the_machine_was_busy() -> None:
     assert noise([100.0, 104.0, 98.0], 0.8) == "" and noise([], 0.0) == ""
     assert "100.0 to 140.0 tokens/s in 3 equal turns. Measure" in noise([100.0, 140.0, 120.0], 0.8)
-    assert "134% of what a copy moves" in noise([100.0], 1.34)
+    assert "134% of the bandwidth of a copy" in noise([100.0], 1.34)
     both = noise([0.0, 10.0], 2.0)
     assert "0.0 to 10.0" in both and "200%" in both
 

@@ -368,13 +368,13 @@ def test_tokens_are_named_by_id_by_digits_and_by_their_text(llm: SpecLLM) -> Non
     assert texts == [[at] * 5] * 3
     eos = llm.generate("abc", max_new_tokens=5, temperature=0, logit_bias={"<|end|>": 100})
     assert eos.finish_reason == "stop" and eos.text == ""
-    with pytest.raises(InputError, match="'ab' is no token, but 2 of them"):
+    with pytest.raises(InputError, match="'ab' is not a single token but 2 tokens"):
         llm.generate("abc", logit_bias={"ab": 1})
-    with pytest.raises(InputError, match=r"logit_bias names the id 264; the model's ids are in \[0, 264\)"):
+    with pytest.raises(InputError, match=r"logit_bias has the id 264, but the model's ids are in \[0, 264\)"):
         llm.generate("abc", logit_bias={264: 1})
-    with pytest.raises(InputError, match=r"bad_words holds \[1, 300\]"):
+    with pytest.raises(InputError, match=r"bad_words has \[1, 300\]"):
         llm.generate("abc", bad_words=[[1, 300]])
-    with pytest.raises(InputError, match="bad_words bans every token"):
+    with pytest.raises(InputError, match="bad_words bans all tokens"):
         llm.generate("abc", bad_words=[[i] for i in range(264)])
 
 

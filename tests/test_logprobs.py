@@ -224,7 +224,7 @@ def test_behind_bos_the_first_token_is_scored(tmp_path: Path) -> None:
         (("a",), "^The text 'a' has no token to score"),
         (("",), "^The prompt '' has no tokens"),
         ((3,), "^text must be a string, got 3"),
-        (("a" * 1401,), "1401 tokens to read, but the model's block_size is 1400"),
+        (("a" * 1401,), "have 1401 tokens, but the model's block_size is 1400"),
     ],
 )
 def test_a_text_that_cannot_be_scored_is_a_sentence(llm: SpecLLM, given: tuple[Any], sentence: str) -> None:
@@ -254,9 +254,12 @@ def test_samples_of_a_prompt_are_the_texts_of_their_indices(llm: SpecLLM) -> Non
     assert len({tuple(text.token_ids) for text in three}) == 3
     for given, sentence in (
         (dict(num_samples=0), "^num_samples must be at least 1, got 0"),
-        (dict(num_samples=2, stream=True), "^num_samples = 2 is for one prompt, and does not go with stream=True"),
+        (
+            dict(num_samples=2, stream=True),
+            "^num_samples = 2 needs a single prompt and cannot be used with stream=True",
+        ),
     ):
         with pytest.raises(InputError, match=sentence):
             llm.generate("abc", **given)
-    with pytest.raises(InputError, match="does not go with a list of prompts"):
+    with pytest.raises(InputError, match="cannot be used with a list of prompts"):
         llm.generate(["abc"], num_samples=2)

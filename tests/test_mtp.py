@@ -161,7 +161,7 @@ def test_the_command_writes_layers_to_a_folder_that_drafts_alike(tmp_path, capsy
     assert drafts(tmp_path / "out")[0] == drafts(source)[0]
     with pytest.raises(SystemExit) as exit_:
         main(flags)
-    assert exit_.value.code == 2 and "holds weights already (model.safetensors)" in capsys.readouterr().err
+    assert exit_.value.code == 2 and "already holds weights (model.safetensors)" in capsys.readouterr().err
     for given, said in ((flags[:3], "out_dir"), ([*flags[:2], str(tmp_path / "no"), *flags[3:]], "(checkpoint_dir)")):
         with pytest.raises(SystemExit) as exit_:
             main(given)
@@ -198,9 +198,9 @@ def mla(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("fields", "change", "sentence"),
     [
-        ({"hidden_size": 32}, dict, "of 32 channels, the target has 16"),
-        ({"num_hidden_layers": 5}, dict, "of 5 layers, the target has 2"),
-        ({"vocab_size": 500}, dict, "vocabulary of 500 ids, the target has 97"),
+        ({"hidden_size": 32}, dict, "of 32 channels, but the target has 16"),
+        ({"num_hidden_layers": 5}, dict, "of 5 layers, but the target has 2"),
+        ({"vocab_size": 500}, dict, "vocabulary of 500 ids, but the target has 97"),
         ({}, lambda w: {"model.norm.weight": torch.zeros(2)}, r"no MTP layers; .*'model\.layers\.2\.eh_proj"),
         ({}, mla, "kv_a_proj_with_mqa"),
         (
@@ -210,7 +210,7 @@ def mla(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         ),
         ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}, dict, "window 8"),
         ({"text_config": "x"}, dict, "text_config as an object, got 'x'"),
-        ({}, lambda w: {n.replace("layers.2", "layers.3"): x for n, x in w.items()}, r"has the numbers \[1\]"),
+        ({}, lambda w: {n.replace("layers.2", "layers.3"): x for n, x in w.items()}, r"it has \[1\]"),
         ({}, lambda w: w | {"model.layers.2.eh_proj.weight": torch.zeros(16, 16)}, r"\(16, 16\); .* need \(16, 32\)"),
         ({}, lambda w: {n: x for n, x in w.items() if "hnorm" not in n}, r"lack 'hnorm\.weight'"),
         ({}, lambda w: {n: x[:5] if "q_proj" in n else x for n, x in w.items()}, "has shape"),

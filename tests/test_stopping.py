@@ -396,7 +396,7 @@ def test_a_special_token_among_the_tokens_to_ignore_is_no_stop(with_special: Tok
 
 
 def test_a_special_token_that_the_model_cannot_produce_is_refused(with_special: Tokenizer) -> None:
-    with pytest.raises(InputError, match=r"names the special token '<\|e\|>' with the id 12, .* ends before 12"):
+    with pytest.raises(InputError, match=r"contains the special token '<\|e\|>' with the id 12, .* 12\)"):
         StopStrings(["a<|e|>"], Detokenizer(with_special), special={"<|e|>": 12}, vocab_size=12)
 
 

@@ -1,4 +1,4 @@
-"""The commands of `litspec`: one function each, whose signature is its flags and whose docstring is its help.
+"""The commands of `litspec`. Each is a function: its signature defines the flags, its docstring the help.
 
-Nothing heavy is imported at the top of these modules: `litspec --help` answers without torch and litgpt.
+These modules import torch and litgpt only inside functions, so that `litspec --help` is fast.
 """

@@ -43,28 +43,27 @@ def bench(
     plot: str | None = None,
     quick: bool = False,
 ) -> int:
-    """Measure a pair on this machine: what speculation brings, what it could bring, and which drafter and k to use.
+    """Measure a pair on this machine: the speedup, the ideal speedup, and the best drafter and k.
 
-    Everything runs in one process, interleaved, and is reported as medians. Plain decoding, the measure of every
-    speedup, is one row a step without a drafter. Each drafter writes every text with each k, repeats times: with the
-    defaults that is about a minute for the embedded pair on two cores, and more where other work wants them.
+    All runs are in one process, interleaved, and reported as medians. Speedups are relative to plain decoding, which is
+    one row per step without a drafter. Each drafter generates every text with each k, repeats times. With the defaults
+    this takes about a minute for the embedded pair on two cores, and longer on a busy machine.
 
     Args:
         {load}
-        drafter: Which drafter to measure; all measures the draft model (where there is one), prompt_lookup and
-            early_exit.
-        prompts_file: Text file with a prompt on each line; by default three are built in.
-        speculative_k: Proposals per round, a list with commas: whole numbers below verify_width, or auto.
-        repeats: How often everything is measured.
-        batch_size: Numbers of texts at the same time, a list with commas such as 1,4,16: for each many texts are
-            generated too, with the best drafter and without.
+        drafter: The drafter to measure; all measures the draft model (if there is one), prompt_lookup and early_exit.
+        prompts_file: Text file with one prompt per line; by default three built-in prompts.
+        speculative_k: Proposals per round, a comma-separated list of whole numbers below verify_width, or auto.
+        repeats: Number of repetitions.
+        batch_size: Batch sizes, a comma-separated list such as 1,4,16. For each, many texts are generated with the best
+            drafter and without.
         {settings}
-        simulate_acceptance: Propose the target's own text, with this share of right tokens, at each drafter's cost:
-            what a draft of that quality would bring here. Each proposal is right with this probability where those
-            before it in its round were. Greedy or coupled only.
+        simulate_acceptance: Propose the target's own text with this acceptance, at each drafter's cost, to estimate the
+            speed with a draft of that quality. Each proposal is right with this probability if those before it in its
+            round were. Greedy or coupled only.
         output_format: text prints tables, json one object.
-        plot: File for a picture of the speeds, such as bench.png.
-        quick: One prompt, at most 32 new tokens and 2 repeats: sooner, and more at the mercy of other work.
+        plot: File for a plot of the speeds, such as bench.png.
+        quick: Use one prompt, at most 32 new tokens and 2 repeats: faster but less exact.
     """
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
@@ -78,10 +77,10 @@ def bench(
     from litspec.sampling import Sampling
 
     verify_width, max_new_tokens = load.verify_width, settings.max_new_tokens
-    assert settings.seed is not None, "a flag gives a number"
-    # Whatever can be found wrong is found before anything is loaded, let alone measured.
+    assert settings.seed is not None, "the flag has a default"
+    # All settings are checked before loading.
     if verify_width < 2:
-        raise InputError(f"verify_width must be at least 2, or there is nothing to propose, got {verify_width}")
+        raise InputError(f"verify_width must be at least 2, so that there is room for a proposal, got {verify_width}")
     ks = _parse_ks(speculative_k, verify_width)
     sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, settings.sampler)
     batch_sizes = _parse_batch_sizes(batch_size)
@@ -120,7 +119,7 @@ def bench(
     quiet = not llm.placed.is_rank_zero
     lines = LogLines("measuring", quiet=quiet or console.is_terminal)
 
-    # Drawn between the timings only: a thread that draws would take its time from them.
+    # Drawn only between timings: a drawing thread would disturb them.
     with Progress(
         *Progress.get_default_columns(),
         TimeElapsedColumn(),
@@ -158,9 +157,9 @@ def bench(
     else:
         told = llm.describe()
         if "draft_model" in names and (made := llm.with_drafter("draft_model").drafter) and made.name != "draft_model":
-            told += f"\nThe rows draft_model are of the {made.name} drafter in {load.draft_dir}."
+            told += f"\nThe rows named draft_model are for the {made.name} drafter in {load.draft_dir}."
         _print(told, report)
-    # Last, so that a disk that has meanwhile filled up takes nothing but the picture.
+    # Last, so that results are printed even if the plot cannot be written.
     if plot is not None:
         plot_report(report, plot)
     return 0
@@ -195,11 +194,11 @@ def _print(description: str, report: Any) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    # Wide enough when it goes to a file, where rich would otherwise fold at 80 columns.
+    # For a file, 120 columns: rich would otherwise wrap at 80.
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120, highlight=False)
     parts, settings = report.parts, report.settings
     for line in description.splitlines():
-        if not line.startswith(("Drafter:", "No drafter:")):  # which is one of many here
+        if not line.startswith(("Drafter:", "No drafter:")):  # several drafters are measured
             console.print(line, markup=False)
 
     def table(heading: str, *columns: str, left: int) -> Table:
@@ -210,7 +209,7 @@ def _print(description: str, report: Any) -> None:
         return made
 
     plain = parts.verify[1]
-    made = table("Parts of a round (medians; sampling and the read included)", "part", "ms", "plain steps", left=1)
+    made = table("Parts of a round (medians, including sampling and the read)", "part", "ms", "plain steps", left=1)
     rows = [("plain step (1 row)" if w == 1 else f"verification of {w} rows", t) for w, t in parts.verify.items()]
     rows += [(f"draft step, {name}", seconds) for name, seconds in parts.draft.items()]
     rows.append((f"prefill of {parts.prompt_size} tokens", parts.prefill))
@@ -219,7 +218,7 @@ def _print(description: str, report: Any) -> None:
     console.print(made)
     console.print(
         f"A plain step reads {parts.weight_bytes / 1e6:.1f} MB of weights at {parts.weight_bandwidth / 1e9:.2f} GB/s, "
-        f"{parts.weight_bandwidth / parts.copy_bandwidth:.0%} of what a copy moves here "
+        f"{parts.weight_bandwidth / parts.copy_bandwidth:.0%} of the bandwidth of a copy "
         f"({parts.copy_bandwidth / 1e9:.1f} GB/s)."
     )
 
@@ -257,8 +256,8 @@ def _print(description: str, report: Any) -> None:
         )
     console.print(made)
     if report.batches:
-        heading = f"Many texts, prompts included, so many at a time (medians of {settings['repeats']})"
-        made = table(heading, "at a time", "plain\ntokens / s", "speculative\ntokens / s", "speedup", left=0)
+        heading = f"Many texts, including prompts, by batch size (medians of {settings['repeats']})"
+        made = table(heading, "batch size", "plain\ntokens / s", "speculative\ntokens / s", "speedup", left=0)
         for batch in report.batches:
             made.add_row(str(batch.size), f"{batch.plain:.0f}", f"{batch.speculative:.0f}", f"{batch.speedup:.2f}")
         console.print(made)

@@ -26,9 +26,9 @@ HELP = """\
 /save FILE  write the conversation to a new file, as JSON messages
 /help       show this
 /quit       end the chat, as does Ctrl-D
-Ctrl-C ends an answer and keeps what there is of it. A prompt that begins with a slash is typed with two."""
+Ctrl-C ends an answer and keeps its text so far. For a prompt that begins with a slash, type two slashes."""
 COMMANDS = ("/reset", "/save", "/help", "/quit")
-# Tokens for which room is made first; it doubles as the conversation grows, and is never more than the model's context.
+# Initial size of the K/V cache in tokens. It doubles as the conversation grows, up to the model's context.
 FIRST_ROOM = 2048
 
 
@@ -47,26 +47,26 @@ def chat(
     raw: bool = False,
     show_acceptance: bool = False,
 ) -> int:
-    """Talk with a model; the answers are those of the target alone, sooner.
+    """Chat with a model. The answers are those of the target alone, in less time.
 
-    Each answer sees the turns before it, by the checkpoint's prompt style or its chat template. What the target has
-    read of them it does not read again, in whole chunks of 512 tokens. Prompts come from stdin, a line each; answers go
-    to stdout, everything else to stderr. Type /help in the chat for what else it takes.
+    The conversation is formatted with the checkpoint's prompt style or its chat template. Earlier turns that the target
+    has read are reused, in whole chunks of 512 tokens. Prompts are read from stdin, one per line. Answers go to stdout,
+    everything else to stderr. Type /help in the chat to list its commands.
 
     Args:
         {load}
         {settings}
-        multiline: A prompt ends with a line that holds !submit, not with its first line.
-        raw: Write control characters to a terminal as they are; else they are shown escaped there.
-        show_acceptance: Colour the text by where each token came from: drafted and accepted, or the target's own. Only
-            in a terminal, and not where NO_COLOR is set.
+        multiline: Prompts have several lines; a line !submit ends a prompt.
+        raw: Write control characters to a terminal unchanged; else they are escaped.
+        show_acceptance: Colour the text by the origin of each token: drafted and accepted, or the target's own. Only in
+            a terminal, and not if NO_COLOR is set.
     """
     from litspec.errors import InputError, printable
 
     if load.drafter != "none":
         check_k(settings.speculative_k, load.verify_width)
     if sys.stdin is None:
-        raise InputError("stdin is closed; chat reads its prompts there.")
+        raise InputError("stdin is closed; chat reads prompts from stdin.")
     from litspec.llm import SpecLLM
     from litspec.report import TerminalTint
 
@@ -74,7 +74,7 @@ def chat(
         llm = SpecLLM.load(**vars(load))
     if llm.placed.world_size > 1:
         raise InputError(
-            f"chat runs in one process, and this placement has {llm.placed.world_size}; use --placement single or "
+            f"chat runs in one process, but this placement has {llm.placed.world_size}; use --placement single or "
             "sequential, or `litspec generate`."
         )
     log(llm.describe())
@@ -90,7 +90,7 @@ def chat(
 
 
 class _Chat:
-    """One conversation after the other, until stdin ends."""
+    """Runs conversations until stdin ends."""
 
     def __init__(
         self, llm: Any, settings: GenerateConfig, tint: Any, clean: Callable[[str], str], multiline: bool
@@ -106,7 +106,7 @@ class _Chat:
         self._is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
 
     def run(self) -> int:
-        """Until the end of stdin: 0, or 1 where it is no terminal and something in it could not be answered or done."""
+        """Runs until stdin ends. Returns 0, or 1 if stdin is not a terminal and a prompt or command failed."""
         from litspec.errors import InputError
 
         failed = False
@@ -141,7 +141,7 @@ class _Chat:
                 yield prompt.strip()
 
     def _read(self) -> str | None:
-        """A prompt; None where stdin has ended."""
+        """Reads a prompt; None at the end of stdin."""
         lines: list[str] = []
         while (line := self._line("... " if lines else ">>> ")) is not None:
             is_command = not lines and line.startswith("/") and not line.startswith("//")
@@ -158,7 +158,7 @@ class _Chat:
         try:
             if self._is_terminal:
                 with suppress(ImportError):
-                    importlib.import_module("readline")  # its presence makes `input` a line editor with a history
+                    importlib.import_module("readline")  # importing it gives `input` line editing and history
                 return input(sign)
             line = sys.stdin.readline()
         except EOFError:
@@ -182,8 +182,10 @@ class _Chat:
             log(f"Saved {len(self._messages)} messages to {rest}.")
         else:
             close = difflib.get_close_matches(name, COMMANDS, n=1)
-            meant = f"did you mean {close[0]}?" if close else "type /help for those that are."
-            raise InputError(f"{name} is no command; {meant} A prompt that begins with a slash is typed with two.")
+            meant = f"did you mean {close[0]}?" if close else "type /help to list the commands."
+            raise InputError(
+                f"{name} is not a command; {meant} For a prompt that begins with a slash, type two slashes."
+            )
 
     def _answer(self, prompt: str) -> None:
         messages = [*self._messages, {"role": "user", "content": prompt}]
@@ -215,7 +217,7 @@ class _Chat:
             log(f"The answer ended at max_new_tokens = {settings.max_new_tokens}.")
 
     def _fitting(self, messages: list[dict[str, str]]) -> GenerateConfig:
-        """The settings, with as many new tokens as there is room for."""
+        """The settings, with max_new_tokens limited by the model's context."""
         from litspec.errors import InputError
 
         settings, block_size = self._settings, self._llm.placed.model.config.block_size
@@ -223,11 +225,11 @@ class _Chat:
         left = block_size - size
         if left < max(1, settings.min_new_tokens):
             raise InputError(
-                f"The conversation with this prompt has {size} tokens, and the model's block_size is {block_size}: no "
-                "room is left for an answer. Type a shorter prompt, or /reset for a new conversation."
+                f"The conversation with this prompt has {size} tokens, and the model's block_size is {block_size}, so "
+                "no room is left for an answer. Type a shorter prompt, or /reset for a new conversation."
             )
         settings = replace(settings, max_new_tokens=min(settings.max_new_tokens, left))
-        # A larger cache begins empty, so it grows seldom.
+        # A new cache is empty, so the size at least doubles each time.
         if self._room < (needed := size + settings.max_new_tokens):
             self._room = min(block_size, max(FIRST_ROOM, 1 << (needed - 1).bit_length()))
             self._llm.reserve(self._room)
@@ -236,10 +238,10 @@ class _Chat:
 
 @contextmanager
 def _interrupts() -> Iterator[threading.Event]:
-    """Notes a Ctrl-C, so that a round is never cut in the middle; a second one is a KeyboardInterrupt."""
+    """Records a Ctrl-C, so that a round is never interrupted; a second one raises KeyboardInterrupt."""
     noted = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield noted  # signals are another thread's
+        yield noted  # only the main thread can handle signals
         return
 
     def note(number: int, frame: Any) -> None:
@@ -255,7 +257,7 @@ def _interrupts() -> Iterator[threading.Event]:
 
 
 def save(path: Path, messages: list[dict[str, str]]) -> None:
-    """Writes a conversation as JSON: the whole of it or nothing, and never over a file that exists.
+    """Writes a conversation as JSON, atomically and never over an existing file.
 
     Raises:
         InputError: The file exists or cannot be written.
@@ -268,9 +270,9 @@ def save(path: Path, messages: list[dict[str, str]]) -> None:
             file.write(text.encode("utf-8", errors="surrogatepass"))
             file.flush()
             os.fsync(file.fileno())
-            os.link(file.name, path)  # unlike a rename it fails where there is a file already
+            os.link(file.name, path)  # unlike a rename, it fails if the file exists
     except FileExistsError:
-        raise InputError(f"{str(path)!r} exists already; give another name.") from None
+        raise InputError(f"{str(path)!r} already exists; give another name.") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise InputError(f"{str(path)!r} cannot be written: {reason}.") from error

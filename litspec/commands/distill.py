@@ -22,19 +22,20 @@ def distill(
     settings: GenerateConfig,
     output_format: Literal["text", "json"] = "text",
 ) -> int:
-    """Train a draft for your own target: the target answers prompts, and the draft learns its distributions.
+    """Train a draft model for your own target: the target answers prompts, and the draft model learns its
+    distributions.
 
-    It ends in a folder for --draft_dir. The same command resumes an interrupted run.
-    Progress goes to stderr.
+    The result is a folder for --draft_dir. The same command resumes an interrupted run. Progress goes to stderr.
 
     Args:
-        data: Prompts like those of later use. A .jsonl file holds one object per line, with "prompt" and optionally an
-            answer, "text". A .txt file holds one prompt per line. Other text is cut into prompts. Or a folder of these.
-        out_dir: The folder for the draft. It must not exist, or be that of an earlier run of the same command.
+        data: Prompts similar to those of later use: a file, or a folder of files. A .jsonl file holds one object per
+            line, with "prompt" and optionally an answer, "text". A .txt file holds one prompt per line. Other text is
+            split into prompts.
+        out_dir: The folder for the draft model. It must not exist, or be that of an earlier run of the same command.
         {load}
         {config}
         {settings}
-        output_format: json prints the summary, which distill.json in out_dir holds too, as one object.
+        output_format: json prints the summary as one object; it is also in distill.json in out_dir.
     """
     from litspec.training.distillation import Distillation
 

@@ -9,10 +9,10 @@ from litspec.arguments import spelled_out
 
 @spelled_out(flags=True)
 def extract_mtp(checkpoint_dir: str, out_dir: str) -> int:
-    """Writes the MTP layers of a target's Hugging Face checkpoint to a folder of their own, to draft with.
+    """Write the MTP layers of a target's Hugging Face checkpoint to a separate folder, for --draft_dir.
 
     Args:
-        checkpoint_dir: Folder of the target as Hugging Face has it: config.json and safetensors.
+        checkpoint_dir: Folder of the target in Hugging Face's format: config.json and safetensors.
         out_dir: Folder to write; it must not hold weights.
     """
     from litspec.drafters.mtp import extract_mtp_layers

@@ -47,11 +47,11 @@ def generate(
         batch_size: The most texts of prompts_file that are generated at the same time. auto takes as many as
             memory holds and as increase throughput. A text does not depend on it.
         {settings}
-        raw: Write control characters to a terminal as they are; else they are shown escaped there.
+        raw: Write control characters to a terminal unchanged; else they are escaped.
         include_prompt: Print the prompt before the text.
         output_format: text streams the text; json prints one object for each text.
-        show_acceptance: Colour the text by where each token came from: drafted and accepted, or the target's own. Only
-            in a terminal, and not where NO_COLOR is set.
+        show_acceptance: Colour the text by the origin of each token: drafted and accepted, or the target's own. Only in
+            a terminal, and not if NO_COLOR is set.
     """
     from litspec.errors import InputError, printable
 
@@ -72,7 +72,7 @@ def generate(
         ):
             if given != default:
                 raise InputError(
-                    f"{name} = {given!r} does not go with prompts_file, whose texts go to out_file; leave it out."
+                    f"{name} = {given!r} cannot be used with prompts_file, whose texts go to out_file; leave it out."
                 )
         from litspec.jobs import run_job
 
@@ -90,7 +90,7 @@ def generate(
     with loading(load.checkpoint_dir):
         llm = SpecLLM.load(**vars(load))
     if not llm.placed.is_rank_zero:
-        # The other ranks compute along; the first one speaks.
+        # Other ranks compute too, but only rank 0 prints.
         for index in range(num_samples):
             llm.generate(prompt, index=index, **vars(settings))
         return 0
@@ -107,14 +107,14 @@ def generate(
 
 
 def log(text: str) -> None:
-    """Says something to the person at the terminal, out of the way of the text."""
+    """Prints a message for the user to stderr."""
     from litspec.errors import printable
 
     print(printable(text), file=sys.stderr, flush=True)
 
 
 def json_line(stream: TextIO, value: Any) -> str:
-    """JSON on one line; more is escaped where the stream's encoding lacks a character."""
+    """JSON on one line; non-ASCII characters are escaped if the stream's encoding lacks one of them."""
     from litspec.jobs.disk import as_line, dump
 
     line = as_line(dump(value)).decode()
@@ -126,7 +126,7 @@ def json_line(stream: TextIO, value: Any) -> str:
 
 
 def announce_compiling(runner: Any) -> None:
-    """Has a line printed when the first step is compiled, since what follows takes a while."""
+    """Prints a line when the first step is compiled, since compiling takes a while."""
 
     def say() -> None:
         runner.notify = lambda: None
@@ -144,7 +144,7 @@ def _sample(
     clean: Callable[[str], str],
     **settings: Any,
 ) -> None:
-    """Prints one text and what it cost. `clean` makes of the text what is shown."""
+    """Prints one text and its statistics. `clean` is applied to the printed text."""
     compiled = llm.compile_seconds
     stream = llm.generate(prompt, stream=True, **settings)
     as_text = output_format == "text"
@@ -176,4 +176,4 @@ def _sample(
         sys.stdout.flush()
     log(completion.stats.summary())
     if compiled := llm.compile_seconds - compiled:
-        log(f"Before the first token {compiled:.0f} s went into compiling.")
+        log(f"Compiling took {compiled:.0f} s before the first token.")

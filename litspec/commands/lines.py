@@ -1,4 +1,4 @@
-"""Progress as lines on stderr: of loading, and of long commands where there is no terminal."""
+"""Progress lines on stderr: for loading, and for long commands without a terminal."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from litspec.errors import printable
 
 
 class LogLines:
-    """Tells how far a long command has come, and how long it will take, as lines of a log.
+    """Prints the progress and the remaining time of a long command, as lines of a log.
 
-    The first line comes as soon as there is something to reckon from, the next ones at least `every` seconds apart and
-    at least a tenth of the way.
+    The first line is printed after the first step. Later lines are at least `every` seconds and a tenth of the total
+    apart.
 
     Args:
-        doing: What the command does, such as "measuring".
-        quiet: Say nothing.
-        every: Seconds.
-        clock: What tells the time, in seconds.
+        doing: The activity, such as "measuring".
+        quiet: Print nothing.
+        every: Minimum seconds between lines.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class LogLines:
         self._done = -1
 
     def update(self, done: int, total: int) -> None:
-        """Says a line where it is time for one: `done` of `total` parts are done."""
+        """Records that `done` of `total` steps are done. Prints a line if one is due."""
         now = self._clock()
         first, last = self._done < 0, done >= total
         due = now - self._told >= self._every and (done - self._done) * 10 >= total
@@ -51,11 +51,11 @@ class LogLines:
 
 @contextmanager
 def loading(folder: object, after: float = 2.0) -> Iterator[None]:
-    """Says on stderr that something is loaded, where that takes longer than `after` seconds, and then how long it took.
+    """Prints to stderr if loading takes longer than `after` seconds, and how long it took.
 
     Args:
-        folder: The checkpoint's; None for the embedded pair.
-        after: Seconds.
+        folder: The checkpoint's folder; None for the embedded pair.
+        after: Seconds before the first line.
     """
     told = threading.Event()
 
@@ -65,7 +65,7 @@ def loading(folder: object, after: float = 2.0) -> Iterator[None]:
         print(printable(f"Loading {what} ..."), file=sys.stderr, flush=True)
 
     if any(os.environ.get(name, "0") != "0" for name in ("RANK", "LOCAL_RANK")):
-        yield  # the first rank speaks for all
+        yield  # only rank 0 prints
         return
     timer = threading.Timer(after, tell)
     timer.daemon = True
@@ -82,5 +82,5 @@ def loading(folder: object, after: float = 2.0) -> Iterator[None]:
 def _size(folder: object) -> str:
     try:
         return f" ({(Path(str(folder)) / 'lit_model.pth').stat().st_size / 1e9:.1f} GB)"
-    except OSError:  # below ./checkpoints, or not converted yet
+    except OSError:  # in ./checkpoints, or not converted yet
         return ""

@@ -13,7 +13,7 @@ from litspec.commands.lines import LogLines, loading
 from litspec.config import FLAG_DEFAULTS, FOR_TEXTS, GenerateConfig, LoadConfig
 from litspec.types import DrafterName
 
-# Openings that any language model can go on from.
+# Text that any language model can continue.
 PROMPTS = (
     "It was a truth universally acknowledged, that",
     "She had never been so happy in her life, and yet",
@@ -22,23 +22,23 @@ PROMPTS = (
     "one two three one two three one two",
     "Dear Anne, I hope that you are well. I hope that",
 )
-# Contexts at which the drafter's reported distribution is tested, and draws at each.
+# Contexts at which the drafter's reported distribution is tested, and draws per context.
 CONTEXTS, DRAWS = 20, 4096
-# Rounds played on table models to test the accept rule.
+# Rounds on table models to test the accept rule.
 TABLE_DRAWS = 50_000
 
 
 @dataclass
 class Difference:
-    """Where a drafter's text leaves the target's.
+    """The first difference between the text with a drafter and the text of the target alone.
 
     Attributes:
         prompt: Index of the prompt.
         index: Index of the first token that differs.
-        alone: The target's token without a drafter, None past its end.
-        drafted: The token with one, None past its end.
-        margin: By how much the target's logits (with the sampler's noise) prefer the former.
-        verdict: "rounding tie" where the margin is below the precision's resolution, else "fault".
+        alone: The target's token without a drafter; None past the end of the text.
+        drafted: The token with a drafter; None past the end of the text.
+        margin: Difference of the two tokens' logits (with the sampler's noise).
+        verdict: "rounding tie" if the margin is below the precision's resolution, else "fault".
     """
 
     prompt: int
@@ -84,26 +84,26 @@ def verify(
     quick: bool = False,
     output_format: Literal["text", "json"] = "text",
 ) -> int:
-    """Prove on your own pair that speculation changes the speed, never the text.
+    """Verify on your own pair that speculation changes the speed, never the text.
 
-    Every prompt is decoded by the target alone and with every drafter at hand, greedy and with the coupled sampler; the
-    tokens must be equal. The rejection sampler keeps the target's distribution instead: its accept rule is tested on
-    table models, and the drafter's reported distribution against what it draws. Exits 0 where all is well, else 1.
+    Every prompt is decoded by the target alone and with every available drafter, greedy and with the coupled sampler.
+    The tokens must be equal. The rejection sampler keeps the target's distribution instead: its accept rule is tested
+    on table models, and the drafter's reported distribution is compared with its draws. The exit code is 0 if all
+    checks pass, else 1.
 
     Args:
         {load}
-        prompts_file: Text file with a prompt on each line; by default a few are built in.
+        prompts_file: Text file with one prompt per line; by default a few built-in prompts.
         {settings}
-        quick: The first two prompts, at most 32 new tokens, and few draws at few contexts: sooner, and less of
-            a proof.
+        quick: Use the first two prompts, at most 32 new tokens, and few draws at few contexts: faster but weaker.
         output_format: text prints a table, json one object.
     """
     from litspec.errors import InputError
 
     verify_width, seed = load.verify_width, settings.seed
-    assert seed is not None, "a flag gives a number"
+    assert seed is not None, "the flag has a default"
     if verify_width < 2:
-        raise InputError(f"verify_width must be at least 2, or there is nothing to verify, got {verify_width}")
+        raise InputError(f"verify_width must be at least 2, so that there is room for a proposal, got {verify_width}")
     prompts = read_prompts(prompts_file)
     contexts, draws, table_draws = (4, 256, 5_000) if quick else (CONTEXTS, DRAWS, TABLE_DRAWS)
     if quick:
@@ -149,7 +149,7 @@ def verify(
 
 
 def read_prompts(prompts_file: str | None) -> list[str]:
-    """A prompt from each line of a file that holds any; without a file the built-in ones."""
+    """The prompts in a file, one per line, without blank lines; the built-in ones if there is no file."""
     from litspec.errors import InputError
 
     if prompts_file is None:
@@ -160,7 +160,7 @@ def read_prompts(prompts_file: str | None) -> list[str]:
         raise InputError(f"prompts_file {prompts_file!r} cannot be read: {error}") from error
     prompts = [line for line in lines if line.strip()]
     if not prompts:
-        raise InputError(f"prompts_file {prompts_file!r} holds no prompt; write one on each line.")
+        raise InputError(f"prompts_file {prompts_file!r} holds no prompt; write one prompt per line.")
     return prompts
 
 
@@ -175,7 +175,7 @@ def _decode(llm: Any, prompts: list[str], settings: dict[str, Any], advance: Any
 def _compare(
     llm: Any, name: str, prompts: list[str], alone: list[Any], texts: list[Any], settings: dict[str, Any]
 ) -> Check:
-    """Equal tokens pass; so does nothing else."""
+    """Checks that the tokens of all texts are equal."""
     differences = [
         _difference(llm, i, prompt, a.token_ids, b.token_ids, settings)
         for i, (prompt, a, b) in enumerate(zip(prompts, alone, texts))
@@ -188,7 +188,7 @@ def _compare(
 
 
 def _difference(llm: Any, number: int, prompt: str, a: list[int], b: list[int], settings: dict[str, Any]) -> Difference:
-    """Finds the first token that differs and asks the target how sure it was there."""
+    """Finds the first token that differs and the margin of the target's logits there."""
     import torch
 
     from litspec.engine.target import TargetSession
@@ -199,7 +199,7 @@ def _difference(llm: Any, number: int, prompt: str, a: list[int], b: list[int], 
     at = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
     x, y = (ids[at] if at < len(ids) else None for ids in (a, b))
     if x is None or y is None:
-        # One text stopped where the other went on: the stop is not among the tokens, so there is no margin to name.
+        # One text stopped and the other continued. The stop is not among the tokens, so there is no margin.
         return Difference(number, at, x, y, float("nan"), "fault")
     ids = llm.codec.encode(prompt).tolist() + a[:at]
     target = TargetSession(llm.placed, len(ids) + 1)
@@ -227,9 +227,9 @@ def _rejection_checks(
     counts: tuple[int, int, int],
     advance: Any,
 ) -> list[Check]:
-    """The accept rule on table models; the drafter's honesty on the real pair.
+    """Tests the accept rule on table models, and the drafter's honesty on the real pair.
 
-    `counts` are the contexts of the latter, the draws at each, and the rounds of the former.
+    `counts` are the contexts for honesty, the draws per context, and the rounds on table models.
     """
     context_count, draws, table_draws = counts
     from litspec.sampling import Sampling
@@ -241,7 +241,7 @@ def _rejection_checks(
     checks = [Check("rejection, accept rule", rule.p_value >= P_VALUE, detail, [])]
     if Sampling(**sampled).greedy:
         return checks
-    # Contexts along texts that the target wrote, where drafting happens.
+    # Contexts are prefixes of texts generated by the target.
     settings = dict(max_new_tokens=24, seed=seed, speculative_k=k, **sampled)
     texts = [llm.generate(prompt, index=i, **settings) for i, prompt in enumerate(prompts)]
     ids = [llm.codec.encode(p).tolist() + text.token_ids for p, text in zip(prompts, texts)]
@@ -256,14 +256,14 @@ def _rejection_checks(
         progress=advance,
     )
     worst = min((test.p_value for test in tests), default=1.0)
-    # Bonferroni: all tests together fail an honest drafter as rarely as one of them alone would.
+    # Bonferroni correction, so that all tests together have the false-alarm rate of one test.
     threshold = P_VALUE / max(1, len(tests))
     detail = (
         f"{len(tests)} contexts x {draws} draws against the reported q, worst G-test p = {worst:.3g} "
         f"(fails below {threshold:.0e}, which is {P_VALUE:.0e} / {len(tests)} tests)"
     )
     if not tests:
-        detail = "it reports no distribution, so there is none to be false"
+        detail = "it reports no distribution, so there is nothing to test"
     checks.append(Check(f"rejection, honesty of {drafter}", worst >= threshold, detail, []))
     return checks
 
@@ -276,11 +276,11 @@ def _print(checks: list[Check], rows: tuple[int, ...], output_format: str) -> No
     from rich.console import Console
     from rich.table import Table
 
-    # Wide enough when it goes to a file, where rich would otherwise fold at 80 columns.
+    # For a file, 120 columns: rich would otherwise wrap at 80.
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120)
     found = ", ".join(map(str, rows))
-    console.print(f"Rows of a verification that have equal bits here (a round runs one of these): {found}.")
-    table = Table("check", "result", "seen")
+    console.print(f"Row counts of a verification with equal bits here (a round uses one of them): {found}.")
+    table = Table("check", "result", "details")
     for check in checks:
         table.add_row(check.name, "[green]passed[/]" if check.passed else "[red]FAILED[/]", check.detail)
     console.print(table)

@@ -1,9 +1,8 @@
 """Drop-in for `litgpt.generate.speculative_decoding`: change the import, keep the call.
 
 The names, arguments and return values are LitGPT's. The models may be any `nn.Module` with LitGPT's forward
-`(idx, input_pos, input_pos_maxp1)` and a `max_seq_length`, their K/V caches set up. What LitGPT's functions do not have
-is in `SpecLLM`: one width for verification, hence equal bits with and without a drafter; other drafters; one read a
-round.
+`(idx, input_pos, input_pos_maxp1)` and a `max_seq_length`; their K/V caches must be set up. `SpecLLM` has additional
+features: equal bits with and without a drafter, other drafters, and a single read per round.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from litspec.stopping import StopTokens, stop_sequences
 
 __all__ = ["generate", "next_token", "speculative_decoding"]
 
-# Those of `litspec.model.GPT` take after LitGPT's and do not share their caches' faults.
+# The classes of `litspec.model.GPT` are similar to LitGPT's but do not have the problems of LitGPT's caches.
 _LITGPT_ATTENTION = (litgpt.model.CausalSelfAttention, litgpt.model.MultiheadLatentAttention)
 _OUR_ATTENTION = (CausalSelfAttention, MultiheadLatentAttention)
 
-# Vocabulary sizes of models that have no LitGPT config to ask, learned from the first logits seen.
+# Vocabulary sizes of models without a LitGPT config, from the last logits.
 _seen_vocab_sizes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
@@ -52,7 +51,7 @@ def _forward(model: nn.Module, tokens: torch.Tensor, input_pos: torch.Tensor, in
 
 
 def _known_to(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """The tokens, with another id for those that a draft model lacks; any will do. Nothing is read to the host."""
+    """Replaces ids that a draft model lacks by 0. Nothing is read to the host."""
     size = _vocab_size(model)
     if size is None:
         size = next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), None)
@@ -78,7 +77,7 @@ def next_token(
     input_pos_maxp1: int | torch.Tensor | None = None,
     **sample_kwargs: Any,
 ) -> torch.Tensor:
-    """Runs a model over tokens and chooses the one that follows.
+    """Runs a model over tokens and chooses the next token.
 
     Args:
         model: See the module's docstring.
@@ -91,7 +90,7 @@ def next_token(
         (1,) int64.
 
     Raises:
-        InputError: For a wrong setting, or logits that are not numbers.
+        InputError: A setting is invalid, or logits are not finite.
     """
     sampler = _sampler(**sample_kwargs)
     logits = _forward(model, x, input_pos, input_pos_maxp1)[-1:]
@@ -114,9 +113,9 @@ def speculative_decoding(
     """One round: the draft model proposes, the target verifies all proposals in one forward pass.
 
     Args:
-        draft_model: The cheap model. Its cache should hold all positions before `input_pos`, as it does after a prefill
-            and after a round with `speculative_k` of at least 1; a gap costs acceptance, never the text.
-        target_model: The model whose text this is. Its cache must hold all positions before `input_pos`.
+        draft_model: The draft model. Its cache should hold all positions before `input_pos`, as it does after a prefill
+            and after a round with `speculative_k` of at least 1. A gap lowers acceptance; the text stays correct.
+        target_model: The target. Its cache must hold all positions before `input_pos`.
         token: (1,) int64, the last committed token.
         input_pos: (1,) int64, its position.
         input_pos_maxp1: Its position plus 1, if known.
@@ -127,7 +126,7 @@ def speculative_decoding(
         (n,) int64, 1 <= n <= speculative_k + 1: the accepted proposals, then one token of the target's own.
 
     Raises:
-        InputError: For a wrong setting, or logits that are not numbers (names the model and the position).
+        InputError: A setting is invalid, or logits are not finite (the message names the model and the position).
     """
     checked("speculative_k", speculative_k, int)
     if speculative_k < 0:
@@ -136,13 +135,13 @@ def speculative_decoding(
     token = token.view(1).to(torch.int64)
     input_pos = input_pos.view(1)
     if speculative_k > 0 and _vocab_size(target_model) is None:
-        # Where there was no prefill through this module. Verification overwrites what this leaves in the cache.
+        # There was no prefill through this module. Verification overwrites this entry of the cache.
         _forward(target_model, token, input_pos, input_pos_maxp1)
 
     proposal, verified, logits, draft_finite = _round(
         draft_model, target_model, token, input_pos, input_pos_maxp1, speculative_k, sampler
     )
-    # One read: how many tokens to return, and whether all was well.
+    # One read: how many tokens to return, and whether all logits were finite.
     outcome = torch.cat((verified.accepted.view(1), verified.finite.view(1), draft_finite))
     accepted, target_ok, *draft_ok = outcome.tolist()
     if not all(draft_ok):
@@ -150,7 +149,7 @@ def speculative_decoding(
     if not target_ok:
         raise _NotFinite("target", int(input_pos) + logits.amax(-1).isfinite().tolist().index(False))
     if accepted == speculative_k > 0:
-        # The draft has not seen its own last proposal, and the next call will not bring it.
+        # The draft model has not run its last proposal, and the next call does not include it.
         _forward(draft_model, proposal[-1], input_pos + speculative_k, _plus(input_pos_maxp1, speculative_k))
     return verified.tokens[: accepted + 1]
 
@@ -164,10 +163,10 @@ def _round(
     k: int,
     sampler: Greedy | Rejection,
 ) -> tuple[torch.Tensor, Verified, torch.Tensor, torch.Tensor]:
-    """Draft, verify, accept, without a read to the host.
+    """Drafts, verifies and accepts, without a read to the host.
 
     Returns:
-        The proposal, (k,); its verification; the target's logits, (k + 1, V); which of the draft's were numbers, (k,).
+        The proposal, (k,); its verification; the target's logits, (k + 1, V); whether the draft's were finite, (k,).
     """
     # Draft: k tokens, one by one. Ids that the target does not have are never proposed.
     vocab_size = _vocab_size(target_model)
@@ -177,7 +176,7 @@ def _round(
     for i in range(k):
         logits = _forward(draft_model, drafted, input_pos + i, _plus(input_pos_maxp1, i))[-1:, :vocab_size]
         top = logits.amax(-1)
-        # Where it allows nothing that the target has, it proposes nothing from here on.
+        # If the draft model allows none of the target's ids, the proposal ends here.
         nothing = top == float("-inf")
         alive = alive & ~nothing
         drafted, q = sampler.draw(torch.where(nothing, 0.0, logits), 0)
@@ -202,7 +201,7 @@ def _round(
 
 
 def _check_can_verify(model: nn.Module, name: str) -> None:
-    """Refuses LitGPT models whose caches cannot take back a refused draft, with or without LoRA or adapters."""
+    """Raises an `InputError` for LitGPT models whose caches do not support rejection, with or without LoRA or adapters."""
     for module in model.modules():
         if not isinstance(module, _LITGPT_ATTENTION) or isinstance(module, _OUR_ATTENTION):
             continue
@@ -211,9 +210,9 @@ def _check_can_verify(model: nn.Module, name: str) -> None:
             config.sliding_window_size < model.max_seq_length
         ):
             window = config.sliding_window_size
-            reason = f"its sliding-window layers (window {window}) overwrite live keys with refused drafts"
+            reason = f"its sliding-window layers (window {window}) overwrite valid keys with rejected drafts"
         elif config.attention_logit_softcapping is not None:
-            reason = "its soft-capped attention is not causal once it has a cache"
+            reason = "its soft-capped attention is not causal with a cache"
         else:
             continue
         raise InputError(
@@ -238,7 +237,7 @@ def _check_settings(
         )
     for name, model in (("draft", draft_model), ("target", target_model)):
         max_seq_length: Any = model.max_seq_length  # a LitGPT model has it
-        # The last token is returned but never fed.
+        # The last token is returned but not run.
         if max_seq_length < max_returned_tokens - 1:
             raise InputError(
                 f"The {name} model's max_seq_length must be at least max_returned_tokens - 1 = "
@@ -263,37 +262,38 @@ def generate(
 ) -> tuple[torch.Tensor, float]:
     """Generates a text with a draft and a target model; it is the text of the target alone.
 
-    Greedy (temperature 0 or top_p 0), each token is the target's argmax; sampled, the text has the target's own
-    distribution. The random numbers are torch's global ones: `torch.manual_seed` makes a call repeatable.
+    With greedy sampling (temperature 0 or top_p 0), each token is the target's argmax. Otherwise the text has the
+    target's distribution. Random numbers come from torch's global generator: `torch.manual_seed` makes a call
+    repeatable.
 
     Args:
-        draft_model: Smaller, faster model. Both caches are filled from position 0.
-        target_model: The model whose text this is.
+        draft_model: The draft model. Both caches are filled from position 0.
+        target_model: The target.
         prompt: (T,) token ids.
         max_returned_tokens: Most tokens of prompt and completion together.
-        temperature: See `sampling.Sampling`, as for `top_k` and `top_p`.
-        top_k: Only the k most likely tokens.
-        top_p: Only the most likely tokens that hold this probability together.
-        stop_tokens: A flat list of ids, or an iterable of id sequences. The first that is complete in the completion
-            ends the text and is not returned.
-        include_prompt: Whether the prompt comes first in the returned tokens.
-        speculative_k: Tokens to propose per round; 0 decodes plainly.
+        temperature: See `sampling.Sampling`, also for `top_k` and `top_p`.
+        top_k: Keeps only the k most likely tokens.
+        top_p: Keeps the smallest set of most likely tokens with at least this probability.
+        stop_tokens: A flat list of ids, or an iterable of id sequences. The first one that is complete in the
+            completion ends the text and is not returned.
+        include_prompt: Whether the returned tokens begin with the prompt.
+        speculative_k: Tokens to propose per round; 0 for plain decoding.
 
     Returns:
         The tokens, on the prompt's device: with the prompt in its dtype, else int64 and possibly of shape (0,). And the
-        acceptance rate, accepted over proposed tokens up to the end of the text, 0.0 where none was proposed.
+        acceptance rate: accepted over proposed tokens up to the end of the text, 0.0 without proposals.
 
     Raises:
-        InputError: A ValueError; for settings out of range, a prompt of no tokens, a `max_seq_length` too small, a
-            model that cannot verify blocks, logits that are not numbers.
+        InputError: A ValueError: a setting is out of range, the prompt has no tokens, a `max_seq_length` is too small,
+            a model cannot verify blocks, or logits are not finite.
     """
-    # Looked up when called: people replace these two functions in this module.
+    # Looked up at call time, since callers may replace these two functions in this module.
     module = sys.modules[__name__]
     sample_kwargs: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     Sampling(**sample_kwargs)
     _check_settings(draft_model, target_model, prompt, max_returned_tokens, speculative_k)
     device, prompt_size = prompt.device, prompt.size(0)
-    # Thunder compiles forwards without a Python number for the largest position.
+    # Thunder compiles forwards without a Python int for the largest position.
     thunder = any(m.__class__.__name__ == "ThunderModule" for m in target_model.modules())
 
     def maxp1(size: int) -> int | None:
