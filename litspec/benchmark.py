@@ -398,7 +398,7 @@ def measure(
         progress(done, total)
 
     progress(done, total)
-    wide = llm.with_drafter("none")  # which gets each drafter in its turn; there is one K/V cache for all of them
+    wide = llm.with_drafter("none")  # runs every drafter in turn, so that all use one K/V cache
     texts = []
     for j, prompt in enumerate(prompts):
         texts.append(wide.generate(prompt, index=j, **settings))
@@ -406,7 +406,7 @@ def measure(
     if sum(map(_tokens, texts)) == 0:
         raise InputError(
             f"The target ends every text at its first token, so there is nothing to measure with these {len(prompts)} "
-            "prompts; give others in prompts_file."
+            "prompts; give other prompts in prompts_file."
         )
     ids = [llm.codec.encode(prompt).tolist() + text.token_ids for prompt, text in zip(prompts, texts)]
     longest = max(range(len(ids)), key=lambda j: len(ids[j]))
@@ -414,7 +414,7 @@ def measure(
 
     def make(name: DrafterName) -> Drafter:
         drafter = llm.with_drafter(name, exit_layer=exit_layer).drafter
-        assert drafter is not None, "of all names only 'none' makes none"
+        assert drafter is not None, "only 'none' gives no drafter"
         return drafter
 
     parts = measure_parts(

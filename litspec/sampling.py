@@ -529,9 +529,9 @@ class Rejection(Sampler):
         # The distribution after the accepted prefix: the residual, or p if all proposals were accepted, or if p and q
         # are equal up to rounding so that the residual is 0.
         own = p.row(accepted)
-        refused = row_of(F.pad(residual * (left > 0).unsqueeze(-1), (0, 0, 0, 1)), accepted)
-        use = (accepted < proposed.sum(-1)) & (refused.flatten(-2).sum(-1) > 0)
-        own = Distribution(torch.where(use[..., None, None], refused, own.probs), own.ids)
+        residual_row = row_of(F.pad(residual * (left > 0).unsqueeze(-1), (0, 0, 0, 1)), accepted)
+        use = (accepted < proposed.sum(-1)) & (residual_row.flatten(-2).sum(-1) > 0)
+        own = Distribution(torch.where(use[..., None, None], residual_row, own.probs), own.ids)
         token = self._draw(own, noise[..., 2].gather(-1, accepted.unsqueeze(-1)))
         chosen = torch.where(places < accepted.unsqueeze(-1), F.pad(tokens, (0, 1)), token)
         return Verified(chosen, accepted, finite)

@@ -119,15 +119,15 @@ class Acceptance:
         self._tried = [0.0] * positions
         self._prior_weight = self.PRIOR_WEIGHT
         self.plain_rounds = 0  # since the last proposal
-        self.refusals = 0  # consecutive proposals after plain rounds that were rejected entirely
+        self.rejections = 0  # consecutive proposals after plain rounds that were rejected entirely
 
     def observe(self, proposed: int, accepted: int) -> None:
         """Adds the counts of a round."""
         if not proposed:
             self.plain_rounds += 1
             return
-        # A refusal counts only after plain rounds, so that the first wait is the shortest.
-        self.refusals = 0 if accepted else self.refusals + (self.plain_rounds > 0)
+        # A rejection counts only after plain rounds, so that the first wait is the shortest.
+        self.rejections = 0 if accepted else self.rejections + (self.plain_rounds > 0)
         self.plain_rounds = 0
         self._prior_weight *= self.KEEP
         for i in range(len(self._tried)):
@@ -160,7 +160,7 @@ class AdaptiveK:
             of such a round.
     """
 
-    # While plain decoding is fastest, one token is proposed again after this many plain rounds. Each refusal doubles
+    # While plain decoding is fastest, one token is proposed again after this many plain rounds. Each rejection doubles
     # the wait, up to a limit.
     WAIT, MOST_DOUBLINGS = 16, 5
 
@@ -188,7 +188,7 @@ class AdaptiveK:
             return k
         # If even full acceptance is slower than plain decoding, proposing never pays.
         could_pay = any((1 + k) * costs[0] > costs[k] for k in range(1, len(costs)))
-        wait = (self.WAIT << min(self._acceptance.refusals, self.MOST_DOUBLINGS)) * running
+        wait = (self.WAIT << min(self._acceptance.rejections, self.MOST_DOUBLINGS)) * running
         return int(could_pay and self._acceptance.plain_rounds >= wait)
 
     def observe(self, *, proposed: int, accepted: int) -> None:

@@ -201,7 +201,7 @@ def _round(
 
 
 def _check_can_verify(model: nn.Module, name: str) -> None:
-    """Raises an `InputError` for LitGPT models whose caches do not support rejection, with or without LoRA or adapters."""
+    """Raises an `InputError` for LitGPT models, also with LoRA or adapters, whose caches do not support rejection."""
     for module in model.modules():
         if not isinstance(module, _LITGPT_ATTENTION) or isinstance(module, _OUR_ATTENTION):
             continue
