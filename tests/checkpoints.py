@@ -57,7 +57,7 @@ def random_weights(config: Config, *, seed: int = 0, dtype: torch.dtype = torch.
 
 
 def lively_weights(config: Config, *, seed: int = 0) -> dict[str, Tensor]:
-    """`random_weights` with heavier layers, so that greedy texts do not soon run in circles."""
+    """`random_weights` with larger layer weights, so that greedy texts do not soon repeat themselves."""
     weights = random_weights(config, seed=seed)
     return {name: 3 * tensor if "attn" in name or "mlp" in name else tensor for name, tensor in weights.items()}
 
@@ -77,12 +77,12 @@ def write_checkpoint(
     """Writes a checkpoint folder as LitGPT does.
 
     Args:
-        folder: Where; it is made.
+        folder: The folder; it is created.
         config: The model; None: `tiny_config()`.
         tokenizer: None: `byte_level_tokenizer()`.
         weights: What `lit_model.pth` holds; None: random weights that fit the config.
-        seed: Of the random weights.
-        dtype: Of the random weights.
+        seed: Seed of the random weights.
+        dtype: Dtype of the random weights.
         wrapped: Save `{"model": weights}`, as full finetuning does.
         tokenizer_config: Replaces or adds to the fields of `tokenizer_config.json`.
         generation_config: A dict, or raw text that need not be JSON; None: no such file.
@@ -102,7 +102,7 @@ def write_checkpoint(
 
 
 def write_pair(folder: Path, config: Config, noise: float) -> tuple[Path, Path]:
-    """A random target and a draft that agrees with it now and then: the same weights, disturbed."""
+    """A random target and a draft that sometimes agrees with it: the same weights with noise."""
     weights = lively_weights(config)
     generator = torch.Generator().manual_seed(0)
     noisy = {name: w + noise * torch.randn(w.shape, generator=generator) for name, w in weights.items()}

@@ -9,7 +9,7 @@ import torch
 from hypothesis import settings
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-    # A shell starts what runs in the background deaf to Ctrl-C, and so are its children; some tests send it.
+    # Background processes of a shell, and their children, ignore SIGINT, but some tests send it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples on every run: a test that fails, fails again.

@@ -29,7 +29,7 @@ SEED = 2**40 + 77
 
 
 def gpt(seed: int = 0, n_layer: int = 2, vocab: int = VOCAB, block_size: int = 512) -> GPT:
-    """A random Llama, whose logits are wide enough for text that does not repeat itself at once."""
+    """A random Llama with logits large enough for text that does not repeat itself at once."""
     config = Config(
         block_size=block_size,
         n_layer=n_layer,
@@ -55,7 +55,7 @@ def gpt(seed: int = 0, n_layer: int = 2, vocab: int = VOCAB, block_size: int = 5
 
 
 def disturbed(model: GPT, noise: float = 0.03) -> GPT:
-    """A draft that agrees with the model now and then."""
+    """A draft that sometimes agrees with the model."""
     other = GPT(model.config).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(1)
     other.load_state_dict(
@@ -65,7 +65,7 @@ def disturbed(model: GPT, noise: float = 0.03) -> GPT:
 
 
 def litgpt_model(model: GPT, n_layer: int | None = None) -> litgpt.model.GPT:
-    """LitGPT's own model with the same weights, without a cache; of the first layers only, where that is asked for."""
+    """LitGPT's own model with the same weights, without a cache; all layers, or the first ones."""
     other = litgpt.model.GPT(model.config).eval().requires_grad_(False)
     other.load_state_dict(model.state_dict())
     if n_layer is not None:
@@ -82,7 +82,7 @@ def place(model: GPT = TARGET, draft: GPT | None = DRAFT, width: int = 8) -> Sin
 
 
 def choose_k(k: int | str, placed: Single, drafter: Drafter | None) -> SpeculativeK:
-    """As `SpecLLM` does for texts that depend on k."""
+    """As in `SpecLLM` for texts that depend on k."""
     if drafter is None:
         return FixedK(0)
     most = min(drafter.max_k, placed.verify_width - 1)
@@ -101,7 +101,7 @@ def request(
     prompt: Sequence[int] = PROMPT,
     min_new: int = 0,
 ) -> Request:
-    """A text for an engine. Stops do not count within its first `min_new` tokens, and those of one token are banned."""
+    """A text for an engine. Stops are ignored in its first `min_new` tokens, and single stop tokens are banned."""
     until = len(prompt) + min_new if min_new else 0
     sampler = make_sampler(sampling, seed=seed, banned=[s[0] for s in stops if len(s) == 1], banned_until=until)
     stop = StopTokens(stops, ignore_first=min_new)

@@ -1,6 +1,6 @@
 """Tiny random checkpoints of every family of models, each with a reference that is not our own code.
 
-Where LitGPT reads a family from Hugging Face, the reference is the `transformers` model, saved and run through LitGPT's
+If LitGPT reads a family from Hugging Face, the reference is the `transformers` model, saved and run through LitGPT's
 own converter; else it is LitGPT's `GPT` without a cache.
 """
 

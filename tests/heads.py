@@ -78,7 +78,7 @@ def bare_target(
 
 
 class Recorder(Greedy):
-    """Keeps the logits it was shown, and may be told what to choose."""
+    """Stores the logits it receives; the choice can be given."""
 
     def __init__(self) -> None:
         super().__init__(Sampling(temperature=0))
@@ -92,7 +92,7 @@ class Recorder(Greedy):
 
 
 class Told:
-    """One text whose tokens and states are given, told to a session as rounds would tell it.
+    """One text with given tokens and states, which are committed to a session as in rounds.
 
     Args:
         tokens: All of them.
@@ -111,23 +111,23 @@ class Told:
         self.known = 0
 
     def tell(self, known: int, chunk: int | None = None) -> None:
-        """Tells it the first `known` tokens, in chunks."""
+        """Commits the first `known` tokens, in chunks."""
         while self.known < known:
             end = min(known, self.known + (chunk or known))
             states = self._states[self.known : end].clone()
             self.session.commit(self.tokens[self.known : end], self.known, states)
-            states.fill_(float("nan"))  # what was handed over may be written over afterwards
+            states.fill_(float("nan"))  # the engine may overwrite these states later
             self.known = end
 
     def propose(self, k: int) -> tuple[list[int], Tensor]:
-        """The drafts, and the logits `(k, V)` that they were chosen from."""
+        """The drafts, and their logits `(k, V)`."""
         self.recorder.logits.clear()
         proposal = self.session.propose(self.tokens[self.known - 1], self.known - 1, k)
         return proposal.tokens.tolist(), torch.stack(self.recorder.logits)
 
 
 def proposals_of(llm: SpecLLM, drafter: Drafter, prompts: Sequence[str]) -> list[list[list[int]]]:
-    """What a drafter proposes in the rounds of greedy texts, one after the other with the same loaded target."""
+    """The proposals of a drafter in the rounds of consecutive greedy texts with the same loaded target."""
     drafted = llm.with_drafter(drafter)
     kind, found = type(drafter), []
 

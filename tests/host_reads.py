@@ -1,4 +1,4 @@
-"""Counting what brings values from a device to the host, on a CPU, where nothing else would show it."""
+"""Counts reads from the device to the host, on a CPU, where they cannot be measured otherwise."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HostReads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         name = func.overloadpacket.__name__
-        # A mask as index waits for the number of its hits.
+        # Indexing with a mask waits for the number of its elements.
         masks = name in ("index", "index_put", "index_put_") and any(
             index is not None and index.dtype == torch.bool for index in args[1]
         )

@@ -1,4 +1,4 @@
-"""What each process runs in tests/test_jobs.py; in a module of its own, which every process imports anew."""
+"""The code of each process in tests/test_jobs.py; a separate module, since every process imports it."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-# The draws are seeded, so a check passes always or never. By luck alone one in ten thousand would fail, and at the
-# numbers of draws used here a law that is off by 2 % in total variation does not come near passing.
+# The draws are seeded, so a check passes always or never. A correct law fails with probability 1e-4. With the
+# numbers of draws used here, a law with a total variation distance of 2 % fails clearly.
 ALPHA = 1e-4
 
 
@@ -30,7 +30,7 @@ def chi_square(draws: Tensor, law: Tensor) -> float:
     assert counts.numel() == law.numel(), "a token that is none was drawn"
     assert counts[law == 0].sum() == 0, "a token of probability 0 was drawn"
     expected = law / law.sum() * counts.sum()
-    # Pearson's statistic is chi-square only where some counts are expected: rare cells are one.
+    # Pearson's statistic needs expected counts that are not too small, so rare cells are merged.
     rare = expected < 5
     counts = torch.cat((counts[~rare], counts[rare].sum(0, keepdim=True)))
     expected = torch.cat((expected[~rare], expected[rare].sum(0, keepdim=True)))
@@ -42,7 +42,7 @@ def chi_square(draws: Tensor, law: Tensor) -> float:
 
 
 def follows(draws: Tensor, law: Tensor) -> bool:
-    """Whether the draws pass, as a whole and for each token by itself, where a small bias is seen best."""
+    """Whether the draws pass, jointly and for each token separately, which detects small biases best."""
     p_values = [chi_square(draws, law)]
     if draws.dim() == 2:
         others = range(law.dim())
@@ -51,7 +51,7 @@ def follows(draws: Tensor, law: Tensor) -> bool:
 
 
 def repeat(one: Callable[[Tensor], Tensor], times: int) -> Tensor:
-    """Runs `one` so many times at once, each with random numbers of its own; a host read inside would be an error.
+    """Runs `one` many times in a batch, each with its own random numbers; a host read inside raises an error.
 
     Args:
         one: Takes a zero, which it must add to every tensor that takes part in something random.

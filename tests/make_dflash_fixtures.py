@@ -1,6 +1,6 @@
 """Records what z-lab's `dflash` 0.1.0 computes on tiny random weights, for `test_dflash.py`.
 
-It wants an environment of its own, as no version of transformers fits both it and LitGPT:
+It needs a separate environment, since no version of transformers fits both it and LitGPT:
 
     python -m venv dflash-env
     dflash-env/bin/pip install torch==2.13.0 dflash==0.1.0 "transformers>=5.19,<5.25"
@@ -47,7 +47,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
             noise = torch.randn(p.shape, generator=generator)
             p.copy_(0.15 * noise if p.dim() > 1 else 1 + 0.15 * noise)
             if name.startswith("candidate_selector"):
-                p.mul_(4)  # else its say is too small to matter
+                p.mul_(4)  # else its effect is too small to matter
     model.eval()
 
 

@@ -1,6 +1,6 @@
 """Records what the reference implementations of EAGLE-3 and MTP layers draft, on tiny random weights.
 
-None of them fits beside LitGPT, so each is recorded once, in an environment of its own, and tests read the files only:
+None of them can be installed with LitGPT, so each is recorded once in a separate environment; tests read the files:
 
     python tests/make_eagle_mtp_fixtures.py eagle REPO    # torch 2.13, transformers 5.24; REPO: EAGLE's, at cb7e084
     TORCHDYNAMO_DISABLE=1 python tests/make_eagle_mtp_fixtures.py speculators    # transformers 5.19, speculators 0.9.0
@@ -138,7 +138,7 @@ SPECULATORS = {
 
 @torch.no_grad()
 def speculators() -> None:
-    """The same weights as EAGLE's; later steps are given the text's own tokens, whatever the first one drafts."""
+    """The same weights as EAGLE's; later steps are given the text's own tokens instead of the drafts."""
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
     from speculators.proposals.greedy import GreedyTokenProposalConfig
@@ -235,7 +235,7 @@ def mtp() -> None:
         return drafts[0], logits[0]
 
     def by_one_layer(tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Its own output for a state, again and again, each time in a whole pass without keys and values."""
+        """Repeatedly uses its own output as state, each time in a whole pass without keys and values."""
         ids, states, _ = inputs(tokens)
         drafts, logits = [], []
         for _ in range(4):

@@ -1,4 +1,4 @@
-"""What each rank runs in tests/test_placement.py; a script, since ranks are started by running a script again.
+"""The code of each rank in tests/test_placement.py; a script, since ranks are started by running a script again.
 
 placement_worker.py make FOLDER DEVICES    runs FOLDER/cases.json; each rank writes FOLDER/RANK-of-RANKS.json
 placement_worker.py die FOLDER SIGNAL      two ranks; rank 1 sends itself the signal in the middle of a text
@@ -29,7 +29,7 @@ PROMPTS = ["The quick brown fox", "It was a truth universally acknowledged"]
 
 
 def texts(case: dict[str, Any], **placing: Any) -> list[dict[str, Any]]:
-    """The texts of a case: tokens and counts, nothing that a clock decides."""
+    """The texts of a case: tokens and counts, no times."""
     if case.get("bytes_alone"):
         # Models as small as these cost what their layers cost; large ones cost what their bytes do.
         costs.CPU = costs.Machine(layer=0.0, byte=1.0, row=0.02, token=0.0)
@@ -53,7 +53,7 @@ def texts(case: dict[str, Any], **placing: Any) -> list[dict[str, Any]]:
 
 
 def watched(llm: SpecLLM) -> list[list[int]]:
-    """What the drafter will have proposed, round by round: texts do not show whether drafts are right."""
+    """The drafter's proposals by round, since texts do not show whether drafts are right."""
     seen: list[list[int]] = []
     kind = type(llm.drafter)
 
@@ -68,7 +68,7 @@ def watched(llm: SpecLLM) -> list[list[int]]:
 
 
 def add_noise(llm: SpecLLM) -> None:
-    """Spoils this rank's logits of target and draft, and its clock, worse than any device would."""
+    """Changes this rank's logits of target and draft, and its clock, by more than any device would."""
     for model in (llm.placed.model, llm.placed.draft_model):
         model.lm_head.register_forward_hook(lambda module, args, logits: logits + torch.randn_like(logits))
     clock = time.perf_counter

@@ -59,7 +59,7 @@ def target() -> GPT:
 
 
 def replay(assistant: Assistant, model: GPT, stale: bool = False) -> None:
-    """Plays the recorded rounds; behind the committed rows lie others, as refused proposals leave them."""
+    """Plays the recorded rounds; the cache holds stale rows after the committed ones, as after rejected proposals."""
     cache = model.make_cache(64)
     recorder = Recorder()
     session = assistant.start(
@@ -71,13 +71,13 @@ def replay(assistant: Assistant, model: GPT, stale: bool = False) -> None:
         n = known - 1
         for layer, kind in ((3, "sliding_attention"), (2, "full_attention")):
             for buffer, lent in zip((cache.k, cache.v), RECORDED[f"lent.{kind}"], strict=True):
-                buffer[layer].fill_(9.0)  # what nobody may look at
+                buffer[layer].fill_(9.0)  # must not be read
                 buffer[layer][:, :, :n] = lent[:, :, :n]
         rows = torch.cat((torch.zeros(1, 24), states))[told:known].clone()
         session.commit(tokens[told:known], told, rows)
         rows.fill_(torch.nan)
         told = known
-        for _ in range(2):  # asking leaves no trace
+        for _ in range(2):  # proposing does not change the state
             recorder.logits.clear()
             found = session.propose(tokens[n], n + stale, 4).tokens.tolist()
             torch.testing.assert_close(torch.stack(recorder.logits), logits, atol=1e-4, rtol=1e-4)
@@ -149,13 +149,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("assistant"), *for_vocabulary(264))
 
 
-def test_an_assistant_keeps_a_drafter_s_promises(checkpoint: Path, folder: Path) -> None:
+def test_an_assistant_follows_the_drafter_protocol(checkpoint: Path, folder: Path) -> None:
     llm = SpecLLM.load(checkpoint, drafter="none")
     check_drafter(load_assistant(folder, llm.placed.model), llm, rounds=5, draws=512)
 
 
 def test_after_rounds_drafts_are_those_of_a_fresh_pass(checkpoint: Path, folder: Path) -> None:
-    """The keys and values of a fresh pass hold nothing behind the text; those after rounds hold refused proposals."""
+    """After rounds, unlike in a new pass, the cache holds rejected proposals after the text."""
     from litspec.testing import _Text
 
     llm = SpecLLM.load(checkpoint, drafter="none")

@@ -78,7 +78,7 @@ def alone(precision: str, drafter: str, way: str, number: int) -> list[int]:
 def test_a_text_does_not_depend_on_its_neighbours(
     precision: str, slots: int, drafter: str, ways: list[str], numbers: list[int], left: int
 ) -> None:
-    """Any batch size, order and mixture of settings; perhaps forgotten in the middle."""
+    """Any batch size, order and mixture of settings; the iterator may be dropped in the middle."""
     llm = pair(precision).with_drafter(drafter)
     texts = [
         ((number, ways[i % len(ways)]), PROMPTS[number], GenerateConfig(**asked(ways[i % len(ways)])), number)
@@ -94,7 +94,7 @@ def test_a_text_does_not_depend_on_its_neighbours(
     assert count == len(numbers)
 
 
-def test_a_list_gives_its_texts_in_order_whatever_the_batch_size() -> None:
+def test_a_list_gives_its_texts_in_order_for_every_batch_size() -> None:
     llm, given = pair("32-true"), asked("coupled")
     texts = [alone("32-true", "draft_model", "coupled", number) for number in range(8)]
     for batch_size in (1, 2, 5, 8, 100, "auto"):
@@ -105,12 +105,12 @@ def test_a_list_gives_its_texts_in_order_whatever_the_batch_size() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, -3, 1.5, "many", None])
-def test_a_batch_size_that_is_none_is_refused(wrong: Any) -> None:
+def test_an_invalid_batch_size_is_refused(wrong: Any) -> None:
     with pytest.raises(InputError, match=r"batch_size must be .*auto"):
         pair("32-true").generate(["a", "b"], batch_size=wrong)
 
 
-def test_a_text_that_cannot_be_is_told_by_its_name_and_one_too_long_for_the_engine_waits(tmp_path: Path) -> None:
+def test_an_impossible_text_is_reported_by_name_and_one_too_long_for_the_engine_waits(tmp_path: Path) -> None:
     llm = SpecLLM.load(*write_pair(tmp_path, tiny_config(block_size=256), noise=0.02))
     config = GenerateConfig(max_new_tokens=9, temperature=0, seed=1)
     texts = [("a", "x", config, 0), ("long", "y " * 400, config, 1), ("b", "z" * 60, config, 2), ("c", "w", config, 3)]
@@ -173,7 +173,7 @@ def test_prompts_are_read_a_chunk_at_a_time_while_texts_run(monkeypatch: pytest.
     assert got[waiting] == tokens_of(complete("draft_model", GREEDY, placed=placed, new=7, k=2, prompt=long))
 
 
-def test_what_prompts_have_in_common_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_common_prefix_of_prompts_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     target = gpt(block_size=2048)
     placed = place(target, disturbed(target))
     rng = random.Random(0)
@@ -196,10 +196,10 @@ def test_what_prompts_have_in_common_is_read_once(monkeypatch: pytest.MonkeyPatc
         for handle, block in engine.step().items():
             got[handle] += block.tokens
     assert list(got.values()) == expected
-    # The whole of the first and the last, nothing of the second, and of the others what lies behind the shared chunk.
+    # The first and last prompt in full, nothing of the second, and of the others only tokens after the shared chunk.
     rows = [PREFILL_CHUNK, 100, 95, 101, PREFILL_CHUNK, 101]
     assert [size for _, size in read] == rows
-    assert sum(size for _, size in drafts) == sum(rows) - 4  # of each prompt the last token is left to the first draft
+    assert sum(size for _, size in drafts) == sum(rows) - 4  # the first draft reads each prompt's last token
 
 
 # --- memory and how many pay ------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def test_what_prompts_have_in_common_is_read_once(monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture(scope="module")
 def peak_bytes() -> Callable[[Callable[[], object]], int]:
-    """The benchmark's own measure of peak extra memory."""
+    """The benchmark's measurement of peak additional memory."""
     script = Path(__file__).parents[1] / "scripts" / "bench_forward.py"
     spec = importlib.util.spec_from_file_location("bench_forward", script)
     module = importlib.util.module_from_spec(spec)

@@ -79,7 +79,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: Any) -> tuple[int, str, str]:
 def text(
     seconds: float, tokens: int, rounds: int, proposed: int = 0, accepted: int = 0, stop: bool = False
 ) -> Completion:
-    """A finished text of so many tokens that came from rounds, besides the prefill's.
+    """A finished text with a number of tokens from rounds, and the prefill's token.
 
     Of its rounds some propose four tokens and the others none.
     """
@@ -140,19 +140,19 @@ def test_speedup_ideal_and_efficiency_are_those_of_the_definitions() -> None:
     assert PARTS.verify_for(0, plain=True) == 10.0
 
 
-def test_a_slow_moment_in_each_turn_spoils_nothing_and_texts_weigh_by_their_length() -> None:
+def test_a_slow_text_in_each_turn_has_no_effect_and_texts_are_weighted_by_length() -> None:
     runs = [Run("none", 0, 1), Run("draft_model", 4, 8)]
     plain = [text(300.0, 30, 30), text(100.0, 10, 10)]
     draft = [text(100.0, 30, 10, 40, 20), text(50.0, 10, 5, 20, 5)]
     slow = [text(9999.0, 30, 10, 40, 20), text(9999.0, 10, 5, 20, 5)]
-    # Of each text two turns of three go well, though only one turn does as a whole.
+    # Each text is slow in one of three turns, so only one turn has no slow text.
     summarize(runs, [[plain] * 3, [draft, [slow[0], draft[1]], [draft[0], slow[1]]]], PARTS)
     assert runs[1].tokens_per_second == pytest.approx(40 / 150)
     assert runs[1].speedup == pytest.approx(400 / 150)
     assert runs[1].tokens_per_round == pytest.approx(40 / 15)
 
 
-def test_the_token_that_stops_a_text_is_one_that_its_rounds_brought() -> None:
+def test_a_stop_token_counts_among_the_tokens_of_rounds() -> None:
     runs = [Run("none", 0, 1), Run("draft_model", 4, 8)]
     # Twenty tokens and the stop; a text whose first token is a stop has no rounds.
     empty = text(0.001, 0, 0, stop=True)
@@ -200,14 +200,14 @@ def test_functions_take_turns_and_the_last_of_a_few_runs_is_timed(monkeypatch: p
 
         return function
 
-    # Two turns warm up; then the second of each two runs counts, since one of 9 s is enough to get warm.
+    # Two turns are warm-up; then the second of each two runs counts, since one run of 9 s is enough to warm up.
     a = [9.0] * 4 + [9.0, 1.0, 9.0, 5.0, 9.0, 2.0]
     b = [9.0] * 4 + [9.0, 4.0, 9.0, 3.0, 9.0, 8.0]
     assert interleaved({"a": scripted("a", a), "b": scripted("b", b)}, 3, CPU) == {"a": 2.0, "b": 4.0}
     assert calls == ["a", "a", "b", "b"] * 5
     quick = [0.001] * 14 + [7.0]
     assert interleaved({"quick": scripted("quick", quick)}, 1, CPU) == {"quick": 7.0}  # four runs are enough as well
-    # What comes before a function in a text is run each time, and not timed.
+    # The function in `before` is run each time, and not timed.
     calls.clear()
     draft, verification = [9.0, 1.0] * 3, [100.0] * 6
     before = {"draft": scripted("verification", verification)}
@@ -251,7 +251,7 @@ def test_runs_take_turns_text_by_text(llm: SpecLLM, monkeypatch: pytest.MonkeyPa
         ("prompt_lookup", 8, 2),
         ("prompt_lookup", 8, "auto"),
     ]
-    # Each run's drafter drafted, though one decoder had them all in turn.
+    # Each run used its own drafter, with one decoder for all of them.
     assert [run.proposed_per_round for run in report.runs[:2]] == [0, 0] and report.runs[2].proposed_per_round > 1.5
     assert ticks == [(i, len(calls) + 1) for i in range(len(calls) + 2)]  # the parts are one of them
 
@@ -296,7 +296,7 @@ def test_plain_decoding_has_weights_laid_out_for_one_row(
 
 
 class Script(Drafter, DraftSession):
-    """Proposes zeros, at most `most` a round, and notes what it is asked and told."""
+    """Proposes zeros, at most `most` per round, and records its calls."""
 
     def __init__(self, most: int = 7) -> None:
         self.most = most
@@ -325,7 +325,7 @@ class Script(Drafter, DraftSession):
 
 
 def alone(llm: SpecLLM, prompts: list[str], **settings: Any) -> tuple[list[Completion], list[list[int]]]:
-    """What the target writes by itself; and its tokens behind those of the prompts."""
+    """The target's own texts, and the tokens of prompts and texts."""
     texts = [llm.with_drafter("none").generate(prompt, index=i, **settings) for i, prompt in enumerate(prompts)]
     return texts, [llm.codec.encode(prompt).tolist() + text.token_ids for prompt, text in zip(prompts, texts)]
 
@@ -360,7 +360,7 @@ def right_share(completions: list[Completion]) -> float:
     [
         ("script", 1),
         ("script", 7),
-        # A drafter that costs nothing: whether the draft pays on this machine is no matter here.
+        # A drafter without cost, since the speed on this machine does not matter here.
         ("script", "auto"),
         ("draft_model", 4),
         ("early_exit", 4),
@@ -385,7 +385,7 @@ def test_all_or_none_of_the_simulated_proposals_are_right(llm: SpecLLM, acceptan
 
 
 def test_a_simulated_draft_runs_as_the_real_one_would(llm: SpecLLM) -> None:
-    """It is asked for as many in every round, told the truth, and closed; what it proposes is replaced one by one."""
+    """It gets the same calls with the committed tokens and is closed; each of its proposals is replaced."""
     script = Script(most=3)
     (completion,) = simulate(llm, script, 0.7, ["hello"], speculative_k=5, max_new_tokens=100, **GREEDY)
     asked, left = [], 99  # tokens that rounds bring
@@ -401,7 +401,7 @@ def test_a_simulated_draft_runs_as_the_real_one_would(llm: SpecLLM) -> None:
     assert (simulated.max_k, simulated.cost(3), simulated.taps, simulated.name) == (7, Cost(15, 2), (), "Script")
 
 
-def test_texts_of_one_length_are_corrupted_at_places_of_their_own(llm: SpecLLM) -> None:
+def test_texts_of_one_length_are_corrupted_at_different_positions(llm: SpecLLM) -> None:
     texts = [list(range(100)), list(range(100)), list(range(100))]
 
     def proposals(*args: Any, **kwargs: Any) -> list[list[int]]:
@@ -410,7 +410,7 @@ def test_texts_of_one_length_are_corrupted_at_places_of_their_own(llm: SpecLLM) 
     patterns = [[a == b for a, b in zip(*pair)] for pair in zip(proposals(Script(), texts, 0.5, 200), texts)]
     assert len({tuple(pattern) for pattern in patterns}) == 3
     again = proposals(Script(), texts, 0.5, 200)
-    assert again == proposals(Script(3), texts, 0.5, 200)  # whoever drafts
+    assert again == proposals(Script(3), texts, 0.5, 200)  # for any drafter
     assert again != proposals(Script(), texts, 0.5, 200, seed=1)
     # The last id is corrupted into one that exists.
     assert proposals(Script(), [[199] * 50], 0.0, 200) == [[0] * 50]
@@ -613,7 +613,7 @@ def test_what_the_pair_lacks_is_named(capsys: pytest.CaptureFixture[str], pair: 
             assert word in err, (flags, err)
 
 
-def test_a_plot_that_fails_after_all_takes_nothing_else_with_it(
+def test_results_are_printed_even_if_the_plot_fails(
     capsys: pytest.CaptureFixture[str], pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from matplotlib.figure import Figure

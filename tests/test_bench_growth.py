@@ -1,4 +1,4 @@
-"""`scripts/bench_growth.py` at contexts so short that it takes seconds: what it prints and draws, not its speed."""
+"""`scripts/bench_growth.py` with short contexts: tests its output and plot, not its speed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_context_has_positive_numbers_and_the_plot_is_a_picture(bench, cap
     assert data.startswith(b"\x89PNG\r\n") and len(data) > 20_000
 
 
-def test_text_shows_tables_and_what_two_contexts_make_of_the_growth(bench, capsys):
+def test_text_shows_tables_and_the_growth_between_two_contexts(bench, capsys):
     bench("--contexts", "64,128", "--repeats", "1")
     out = capsys.readouterr().out
     assert "Speed" in out and "Peak memory" in out and "Added since the first context" in out

@@ -1,4 +1,4 @@
-"""`litspec chat` and conversations: turns as Hugging Face and LitGPT put them together, answers as the target alone."""
+"""`litspec chat` and conversations: formatted as by Hugging Face and LitGPT; answers are those of the target alone."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_template_renders_as_hugging_faces_does(tmp_path: Path, template: str,
     assert turns.render(TALK, "Be brief.") == turns.render([{"role": "system", "content": "Be brief."}, *TALK])
 
 
-def test_a_style_that_takes_messages_is_asked_before_a_template(tmp_path: Path) -> None:
+def test_a_style_that_takes_messages_has_priority_over_a_template(tmp_path: Path) -> None:
     made = folder(tmp_path / "a", CHATML)
     turns = Turns(made, Llama3())
     assert turns.kind == "style"
@@ -97,7 +97,7 @@ def test_without_either_the_text_runs_on_or_a_prompt_stands_alone(tmp_path: Path
     assert single.render(TALK) == alpaca.apply("and?")
 
 
-def test_a_style_that_was_trained_is_not_given_up_for_its_base_models_template(tmp_path: Path) -> None:
+def test_a_saved_style_has_priority_over_the_base_models_template(tmp_path: Path) -> None:
     # LitGPT's fine-tuning saves its style and copies tokenizer_config.json, with the template that was there.
     alpaca, qwen3 = PromptStyle.from_name("alpaca"), PromptStyle.from_name("qwen3")
     trained = Turns(folder(tmp_path / "a", CHATML, alpaca), alpaca)
@@ -105,7 +105,7 @@ def test_a_style_that_was_trained_is_not_given_up_for_its_base_models_template(t
     assert Turns(folder(tmp_path / "b", CHATML), alpaca).kind == "template"
     plain = Default()
     assert Turns(folder(tmp_path / "c", CHATML, plain), plain).kind == "text"
-    # One that says the same of the first prompt goes on from it.
+    # A template that formats the first prompt in the same way is used.
     same = CHATML.replace("<|im_start|>system\\nBe.<|im_end|>\\n", "")
     assert same != CHATML
     turns = Turns(folder(tmp_path / "d", same, qwen3), qwen3)
@@ -125,7 +125,7 @@ def test_a_style_that_was_trained_is_not_given_up_for_its_base_models_template(t
         ([TALK[0], {"role": "system", "content": "x"}, TALK[2]], "got user, system, user"),
     ],
 )
-def test_messages_that_are_no_conversation_are_refused(tmp_path: Path, messages: Any, said: str) -> None:
+def test_messages_that_are_not_a_conversation_are_refused(tmp_path: Path, messages: Any, said: str) -> None:
     turns = Turns(folder(tmp_path / "a"), Default())
     with pytest.raises(InputError, match=said):
         turns.render(messages)
@@ -138,14 +138,14 @@ def test_a_template_that_refuses_or_is_broken_is_a_sentence(tmp_path: Path) -> N
         turns.render(TALK, "Be brief.")
     with pytest.raises(InputError, match=r"chat template of .* cannot be used: "):
         Turns(folder(tmp_path / "b", "{% if %}"), Default()).render(TALK)
-    # The sandbox: a template is a stranger's, and must not reach Python.
+    # The sandbox: a template is untrusted and must not reach Python.
     reaching = "{{ messages.__class__.__mro__ }}"
     with pytest.raises(InputError, match="cannot be used"):
         Turns(folder(tmp_path / "c", reaching), Default()).render(TALK)
 
 
 def test_answers_are_those_of_the_target_alone_for_the_rendered_text(tmp_path: Path) -> None:
-    # Without a template of its own `generate` takes text as it is, so it can be given what was rendered.
+    # `generate` applies no style here, so it can be given the rendered conversation.
     made, plain = folder(tmp_path / "a", CHATML), folder(tmp_path / "b")
     talking, alone = SpecLLM.load(made, drafter="prompt_lookup"), SpecLLM.load(plain, drafter="none")
     for sampling in ({"temperature": 0.0}, {"sampler": "coupled", "seed": 3}):
@@ -173,7 +173,7 @@ def test_the_command_keeps_the_history_and_saves_it(
     assert "chat template" in err and "Saved 4 messages" in err and "max_new_tokens = 12" in err
 
 
-def test_what_cannot_be_done_is_a_sentence_and_the_chat_goes_on(
+def test_an_error_is_a_sentence_and_the_chat_continues(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     made, there = folder(tmp_path / "a", block_size=64), tmp_path / "there.json"
@@ -189,7 +189,7 @@ def test_what_cannot_be_done_is_a_sentence_and_the_chat_goes_on(
     assert out == f"{alone.text}\n"
 
 
-def test_lines_join_to_one_prompt_where_asked(
+def test_lines_join_to_one_prompt_with_multiline(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "talk.json"
@@ -199,7 +199,7 @@ def test_lines_join_to_one_prompt_where_asked(
     assert json.loads(file.read_text())["messages"][0]["content"] == "a\n/b"
 
 
-def test_what_was_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turns_that_were_read_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = SpecLLM.load(folder(tmp_path / "a", block_size=2048), drafter="none")
     read: list[int] = []
     prefill = type(llm.placed.model).prefill
@@ -219,7 +219,7 @@ def test_what_was_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.Mon
     assert 0 < sum(read) < 600, f"{sum(read)} of {first} tokens were read again"
 
 
-def test_a_saved_file_is_whole_and_never_another_one(tmp_path: Path) -> None:
+def test_a_saved_file_is_complete_and_replaces_no_other(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     save(file, [{"role": "user", "content": "é\ud800"}])
     with pytest.raises(InputError, match="already exists"):

@@ -1,4 +1,4 @@
-"""Checkpoint folders: what is read, what is refused and how, and which two make a pair."""
+"""Checkpoint folders: reading, errors, and checks of pairs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refusal(action: Callable[[], Any], *parts: str) -> str:
-    """The one sentence with which an action is refused; it holds the given parts."""
+    """The error message of an action, one sentence; it contains the given parts."""
     with pytest.raises(InputError) as caught:
         action()
     message = str(caught.value)
@@ -58,7 +58,7 @@ def test_a_folder_as_litgpt_writes_it_is_opened(folder: Path) -> None:
     assert checkpoint.config == tiny_config()
 
 
-def test_a_bare_name_is_looked_for_below_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bare_name_is_looked_for_in_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path / "checkpoints" / "org" / "tiny")
     monkeypatch.chdir(tmp_path)
     assert open_checkpoint("org/tiny").dir == Path("checkpoints/org/tiny")
@@ -66,7 +66,7 @@ def test_a_bare_name_is_looked_for_below_checkpoints(tmp_path: Path, monkeypatch
     refusal(lambda: open_checkpoint("org/other", role="draft_dir"), "draft_dir 'org/other'", "in ./checkpoints")
 
 
-def test_a_path_that_is_no_folder_is_refused(folder: Path) -> None:
+def test_a_path_that_is_not_a_folder_is_refused(folder: Path) -> None:
     refusal(lambda: open_checkpoint(folder / "nowhere", role="draft_dir"), "draft_dir", "nowhere", "does not exist")
     refusal(lambda: open_checkpoint(folder / "lit_model.pth"), "is a file", repr(str(folder)))
     refusal(lambda: open_checkpoint(folder / "lit_model.pth" / "x"), "checkpoint_dir", "x")
@@ -83,7 +83,7 @@ def test_a_missing_file_is_named(folder: Path, name: str) -> None:
 
 @contextmanager
 def another_user() -> Iterator[None]:
-    """Permissions do not bind root, so the tests that need them run as nobody then."""
+    """Permissions do not apply to root, so tests that need them run as user nobody then."""
     if os.geteuid() != 0:
         yield
         return
@@ -97,7 +97,7 @@ def another_user() -> Iterator[None]:
 @pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs POSIX permissions")
 @pytest.mark.parametrize("name", [".", "lit_model.pth", "model_config.yaml", "tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("mode", [0o000, 0o444])
-def test_what_may_not_be_read_is_named(name: str, mode: int) -> None:
+def test_an_unreadable_file_is_named(name: str, mode: int) -> None:
     root = Path(tempfile.mkdtemp())  # not tmp_path, whose parents another user may not enter
     try:
         root.chmod(0o755)
@@ -188,9 +188,7 @@ def text_file(folder: Path) -> None:
         (text_file, ["lit_model.pth", "not a PyTorch file"]),
     ],
 )
-def test_weights_that_are_something_else_are_named_for_what_they_are(
-    folder: Path, spoil: Callable[[Path], None], parts: list[str]
-) -> None:
+def test_other_weight_formats_are_recognized(folder: Path, spoil: Callable[[Path], None], parts: list[str]) -> None:
     spoil(folder)
     refusal(lambda: open_checkpoint(folder, role="draft_dir"), str(folder), "draft_dir", *parts)
 
@@ -227,12 +225,12 @@ def test_the_commands_that_errors_recommend_exist() -> None:
         ("hf_config: null", ["hf_config: None"]),
     ],
 )
-def test_a_config_that_describes_no_model_is_refused(folder: Path, text: str, parts: list[str]) -> None:
+def test_an_invalid_config_is_refused(folder: Path, text: str, parts: list[str]) -> None:
     (folder / "model_config.yaml").write_text(text)
     refusal(lambda: open_checkpoint(folder), str(folder / "model_config.yaml"), "checkpoint_dir", *parts)
 
 
-def test_a_config_that_is_no_text_is_refused(folder: Path) -> None:
+def test_a_config_that_is_not_text_is_refused(folder: Path) -> None:
     (folder / "model_config.yaml").write_bytes(b"name: \xff\xfe\x00")
     refusal(lambda: open_checkpoint(folder), str(folder / "model_config.yaml"), "cannot be read")
 
@@ -281,11 +279,11 @@ def test_a_pickle_that_would_run_code_is_refused_and_runs_none(folder: Path, tmp
         checkpoint = saved(folder, content)
         refusal(partial(read_state_dict, checkpoint), str(folder / "lit_model.pth"), "would run code", "system")
     assert not (tmp_path / "ran").exists()
-    torch.load(folder / "lit_model.pth", weights_only=False)  # it does run, if it is let
+    torch.load(folder / "lit_model.pth", weights_only=False)  # it does run without weights_only
     assert (tmp_path / "ran").exists()
 
 
-def test_a_state_of_training_is_named_for_what_it_is(folder: Path) -> None:
+def test_a_training_state_is_recognized(folder: Path) -> None:
     weights = random_weights(tiny_config())
     command = "`litgpt convert_pretrained_checkpoint"
     refusal(
@@ -322,7 +320,7 @@ def test_weights_by_other_names_are_refused(folder: Path, content: Any, parts: l
     refusal(lambda: read_state_dict(saved(folder, content)), str(folder / "lit_model.pth"), "checkpoint_dir", *parts)
 
 
-def test_damage_anywhere_in_the_file_gives_a_sentence(folder: Path) -> None:
+def test_damage_anywhere_in_the_file_gives_an_error(folder: Path) -> None:
     path = folder / "lit_model.pth"
     whole = path.read_bytes()
     at = whole.index(b"data.pkl") + 40
@@ -399,7 +397,7 @@ def test_experts_and_their_persistent_buffers_are_loaded_too(tmp_path: Path) -> 
     assert torch.equal(model.state_dict()[name], torch.arange(4.0))
 
 
-def test_the_interleaved_qkv_of_old_checkpoints_is_put_in_order(tmp_path: Path) -> None:
+def test_the_interleaved_qkv_of_old_checkpoints_is_reordered(tmp_path: Path) -> None:
     config = tiny_config(attn_bias=True, bias=True)
     old = {name.replace(".attn.qkv.", ".attn.attn."): tensor for name, tensor in random_weights(config).items()}
     checkpoint = open_checkpoint(write_checkpoint(tmp_path / "tiny", config, weights=old))
@@ -662,11 +660,11 @@ def test_sentencepiece_models_are_compared_piece_by_piece_with_each_other_and_wi
     assert check_pair(model, made("json", tokenizer=as_json(small))).notes == ()
     longer = made("longer", tokenizer=as_json(small, special("<pad>")))
     assert check_pair(model, longer).shared_vocab_size == check_pair(longer, model).shared_vocab_size == 264
-    # Merged pieces of the smaller vocabulary begin the larger one's; the characters behind them stand elsewhere.
+    # Merged pieces of the smaller vocabulary come first in the larger one; the characters after them have other ids.
     refusal(lambda: check_pair(model, made("large", large)), "is id 27", "of the target")
 
 
-def test_folders_that_disagree_about_bos_are_warned_of(pair: Callable[..., Any]) -> None:
+def test_folders_that_disagree_about_bos_give_a_warning(pair: Callable[..., Any]) -> None:
     target, draft = pair({"name": "Llama-3.1-8B"}, {"name": "my-draft"})
     (note,) = check_pair(target, draft).notes
     assert (

@@ -203,7 +203,7 @@ def test_bad_input_exits_2_with_a_sentence_that_names_it(
             assert word in sentence, (flags, sentence)
 
 
-def test_logits_that_are_no_numbers_end_with_a_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_logits_that_are_not_finite_end_with_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     broken = write_checkpoint(tmp_path / "broken")
     state = torch.load(broken / "lit_model.pth", weights_only=True)
     state["lm_head.weight"][5] = float("nan")

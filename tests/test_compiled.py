@@ -1,4 +1,4 @@
-"""Compiled steps: one text with every drafter, graphs built before its first token, and nothing of one text in them.
+"""Compiled steps: the same text with every drafter; graphs are built before the first token and serve all texts.
 
 Graphs take seconds each, so the pair is tiny, four rows are verified, and most tests share what was built.
 """
@@ -59,7 +59,7 @@ def decode(llm: SpecLLM, mode: str, **settings: Any) -> list[list[int]]:
 @pytest.mark.parametrize("mode", ["greedy", "coupled"])
 def test_a_compiled_text_is_the_same_with_every_drafter_and_every_k(llm: SpecLLM, mode: str) -> None:
     alone = decode(llm.with_drafter("none"), mode)
-    assert len({len(set(text)) for text in alone} - {1, 2}) > 0  # texts that say something
+    assert len({len(set(text)) for text in alone} - {1, 2}) > 0  # texts with variety
     outs = llm.generate(PROMPTS, **MODES[mode], max_new_tokens=40, seed=1, speculative_k=3, batch_size=1)
     assert [out.token_ids for out in outs] == alone
     assert sum(out.stats.accepted for out in outs) > 0
@@ -95,7 +95,7 @@ def test_graphs_are_built_before_the_first_token_and_serve_every_text(
 @pytest.mark.slow
 @pytest.mark.parametrize("k", [3, "auto"])
 def test_a_seed_gives_one_text_with_the_rejection_sampler(pair: tuple[Path, Path], llm: SpecLLM, k: Any) -> None:
-    # The first text builds its steps, of which the sampler's numbers must know nothing.
+    # The first text builds its steps, which must not change the sampler's random numbers.
     fresh = SpecLLM.load(*pair, verify_width=WIDTH, compile=True, precision="32-true")
     settings = dict(seed=5, speculative_k=k)
     first = decode(fresh, "rejection", **settings)
@@ -109,7 +109,7 @@ def test_a_seed_gives_one_text_with_the_rejection_sampler(pair: tuple[Path, Path
 
 
 @pytest.mark.slow
-def test_a_compiled_text_is_what_uncompiled_steps_write(llm: SpecLLM, pair: tuple[Path, Path]) -> None:
+def test_a_compiled_text_is_that_of_uncompiled_steps(llm: SpecLLM, pair: tuple[Path, Path]) -> None:
     # Bits differ between the modes, by 1e-6 here; the greedy choices of these texts are further apart.
     plain = SpecLLM.load(*pair, verify_width=WIDTH, precision="32-true")
     assert decode(plain, "greedy") == decode(llm, "greedy")
@@ -133,7 +133,7 @@ def test_a_longer_text_builds_what_it_needs_at_its_beginning(pair: tuple[Path, P
 
 
 @pytest.mark.slow
-def test_stop_tokens_are_banned_in_a_graph_as_long_as_they_are_to_be(llm: SpecLLM) -> None:
+def test_a_graph_bans_stop_tokens_until_min_new_tokens(llm: SpecLLM) -> None:
     vocab, eos = 264, llm.codec.stop_tokens[0][0]
     logits = torch.zeros(WIDTH, vocab)
     logits[:, eos] = 9
@@ -142,7 +142,7 @@ def test_stop_tokens_are_banned_in_a_graph_as_long_as_they_are_to_be(llm: SpecLL
         tokens = torch.full((WIDTH - 1,), eos)
         for position in (5, sampler.inputs(logits.device, 5, WIDTH)):
             assert sampler.verify(logits, position, tokens).accepted == 0
-        # The third row stands at position 12.
+        # The third row is at position 12.
         kept = sampler.ban(logits, sampler.inputs(logits.device, 10, WIDTH)).isfinite()[:, eos]
         assert kept.tolist() == [False, False, True, True]
 
@@ -150,7 +150,7 @@ def test_stop_tokens_are_banned_in_a_graph_as_long_as_they_are_to_be(llm: SpecLL
 @pytest.mark.parametrize("top_k", [None, 6])
 @pytest.mark.parametrize("drawn", [False, True])
 @pytest.mark.parametrize("m", [0, 1, 3])
-def test_a_proposal_padded_to_the_width_is_judged_like_itself(top_k: int | None, drawn: bool, m: int) -> None:
+def test_a_padded_proposal_is_verified_like_the_proposal_alone(top_k: int | None, drawn: bool, m: int) -> None:
     vocab, columns = 20, top_k or 20
     accepted = set()
     for seed in range(300):
@@ -180,12 +180,12 @@ def test_a_proposal_padded_to_the_width_is_judged_like_itself(top_k: int | None,
 
 
 class Reporting(Drafter):
-    """Draws from a table of its own, which is right now and then, and reports what it drew from.
+    """Draws from its own table, which is sometimes right, and reports the distribution.
 
     Args:
         form: Of what it reports: "sparse" (ten ids), "dense", "short" (dense, over the first ids only), or "none" (the
             most likely token, and nothing reported).
-        taps: Blocks whose states it wants; what it is told of them decides what it proposes.
+        taps: Blocks whose states it receives; its proposals depend on them.
     """
 
     max_k = WIDTH - 1
@@ -224,7 +224,7 @@ class ReportingSession(DraftSession):
 @pytest.mark.parametrize(
     ("form", "taps"), [("sparse", ()), ("dense", ()), ("short", ()), ("none", (1, -1)), ("sparse", (0,))]
 )
-def test_a_drafter_of_the_callers_own_may_report_q_and_see_states(
+def test_a_custom_drafter_may_report_q_and_receive_states(
     llm: SpecLLM, pair: tuple[Path, Path], form: str, taps: tuple[int, ...]
 ) -> None:
     plain = SpecLLM.load(*pair, drafter="none", verify_width=WIDTH, precision="32-true")
@@ -233,7 +233,7 @@ def test_a_drafter_of_the_callers_own_may_report_q_and_see_states(
         own = llm.with_drafter(ours)
         texts = decode(own, mode, **settings)
         built = graphs(llm)
-        # With the guarantee there is one text, with every drafter; else it is the one of uncompiled steps.
+        # Greedy and coupled texts are the same with every drafter; with rejection, the same as with uncompiled steps.
         if mode != "rejection":
             assert texts == decode(llm.with_drafter("none"), mode), mode
         assert texts == decode(plain.with_drafter(theirs), mode, **settings), mode
@@ -261,10 +261,10 @@ def test_a_compiled_batch_has_one_graph_for_any_number_of_texts(llm: SpecLLM, mo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection of all ids"])
-def test_whatever_form_q_has_the_steps_are_built_before_the_first_token(
+def test_for_every_form_of_q_the_steps_are_built_before_the_first_token(
     llm: SpecLLM, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The samplers that ask for no q run none, and the rejection sampler over all ids brings each form into its own."""
+    """Samplers that do not use q ignore it; the rejection sampler over all ids converts every form to dense."""
     settings = dict(top_k=None) if mode.startswith("rejection") else {}
     real, ready = Engine.prepare, []
     monkeypatch.setattr(Engine, "prepare", lambda self: (real(self), ready.append(graphs(llm)))[0])
@@ -274,7 +274,7 @@ def test_whatever_form_q_has_the_steps_are_built_before_the_first_token(
         ready.clear()
 
 
-def test_what_compiled_steps_do_not_go_with_is_refused_in_a_sentence(pair: tuple[Path, Path]) -> None:
+def test_settings_that_cannot_be_compiled_are_refused(pair: tuple[Path, Path]) -> None:
     for flags, said in (
         (dict(placement="sequential"), "single, replicate.*'sequential'"),
         (dict(placement="tensor_parallel", devices=2, accelerator="cpu"), "not with 'tensor_parallel'"),
@@ -284,7 +284,7 @@ def test_what_compiled_steps_do_not_go_with_is_refused_in_a_sentence(pair: tuple
             SpecLLM.load(*pair, compile=True, **flags)
 
 
-def test_without_a_compiler_that_is_said_and_nothing_is_loaded(
+def test_a_missing_compiler_is_reported_and_nothing_is_loaded(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from torch._inductor import cpp_builder
@@ -314,7 +314,7 @@ def test_any_k_is_split_into_pieces() -> None:
     assert split(3, (5,)) == [5] and split(5, (3,)) == [3, 3] and split(0, (5,)) == []
     assert FixedK(5).pieces == (5,) and FixedK(0).pieces == ()
     adaptive = [AdaptiveK(RoundCosts((0.0,) * (most + 1), (1.0,) * (most + 1)), Acceptance(most)) for most in (1, 3, 7)]
-    for most, choice in zip((1, 3, 7), adaptive):  # whatever k it may choose, nothing is drafted in vain
+    for most, choice in zip((1, 3, 7), adaptive):  # for every k, no draft is wasted
         assert all(sum(split(k, choice.pieces)) == k for k in range(1, most + 1)), most
     # Without graphs any k is one step.
     assert Runner().split(7, binary) == [7] and Runner().pieces((7, 4), 1) == (7, 4)
@@ -326,7 +326,7 @@ def test_long_draft_steps_share_no_graph(
 ) -> None:
     binary, compiled = (7, 4, 2, 1), CompiledRunner(torch.device("cpu"))
     fitting = compiled.pieces
-    # Of 16 layers at most, and of equal parts, so that nothing is drafted in vain.
+    # At most 16 layers, in equal parts, so that no draft is wasted.
     assert fitting((7,), 1) == fitting((7,), 2) == (7,) and fitting((7,), 3) == fitting((7,), 30) == (1,)
     assert fitting((6,), 4) == (3,) and fitting(binary, 4) == (4, 2, 1) and fitting(binary, 16) == (1,)
     for n_layer in range(1, 40):
@@ -351,7 +351,7 @@ def test_the_command_says_that_it_compiles(pair: tuple[Path, Path], capsys: pyte
     assert err.count("Compiling; this takes a while") == 1 and "Compiling took" in err
 
 
-def test_verify_holds_compiled_steps_to_the_same_promise(
+def test_verify_passes_with_compiled_steps(
     pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("litspec.commands.verify.CONTEXTS", 3)
@@ -370,7 +370,7 @@ def test_verify_holds_compiled_steps_to_the_same_promise(
     assert exit_.value.code in (0, None) and report["passed"]
     assert [check["detail"][:3] for check in report["checks"][:8]] == ["2/2"] * 8
     assert len(report["checks"]) == 10 and "3 contexts" in report["checks"][9]["detail"]
-    # Three samplers verify; the draft model drafts with each, once more a single token, and early exit with two.
+    # Graphs: three to verify, four for the draft model (one more for a single token), two for early exit.
     assert len(set(compiled)) == 3 + 4 + 2 and len(compiled) > 100
 
 
@@ -384,7 +384,7 @@ RULES: dict[str, Any] = dict(
 
 
 @pytest.mark.slow
-def test_bias_bans_penalties_and_grammars_are_inputs_of_a_graph_and_change_no_text_by_drafting(llm: SpecLLM) -> None:
+def test_bias_bans_penalties_and_grammars_are_inputs_of_a_graph(llm: SpecLLM) -> None:
     mode, rules = "coupled", dict(RULES)
     if find_spec("llguidance") is not None:
         rules["regex"] = "([a-g ]{3} *)+[0-9]"

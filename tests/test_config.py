@@ -1,4 +1,4 @@
-"""Settings: one list of arguments, checked before anything is loaded, by sentences."""
+"""Settings: one list of arguments, checked before anything is loaded, with clear errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hub's files: what each one claims about its pair, computed again from LitGPT's own configs and models."""
+"""The config hub's files: their claims about each pair are recomputed from LitGPT's configs and models."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PAIRS = {
     "smollm2-1.7b": ("SmolLM2-1.7B-Instruct", "SmolLM2-135M-Instruct"),
 }
 
-# GB of one GPU as its maker names it; each has a little more than that many 10^9 bytes.
+# Nominal GB of one GPU; each has slightly more than that many 10^9 bytes.
 GPU_GB = {"L4": 24, "A100_40GB": 40, "L40S": 48, "A100_80GB": 80, "H100": 80, "RTXP_6000": 96, "H200": 141}
 REST_GB = 2  # CUDA's context, activations, logits
 ACCEPTANCE = 0.75
@@ -45,7 +45,7 @@ each_file = pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FI
 
 
 def read_header(path: Path) -> str:
-    """The comments at the top, without their hashes."""
+    """The comments at the top, without `#`."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return "\n".join(line[2:] for line in lines if line.startswith("#"))
 
@@ -85,7 +85,7 @@ def gb_per_gpu(target: str, draft: str, gpus: int, tokens: int) -> float:
     return (weights + (t_cache / gpus + d_cache) * tokens) / 1e9 + REST_GB
 
 
-def test_the_hub_has_a_file_for_each_pair_and_no_other():
+def test_the_hub_has_exactly_one_file_per_pair():
     assert {path.stem: (read_claims(path)["target"], read_claims(path)["draft"]) for path in FILES} == PAIRS
 
 
@@ -153,7 +153,7 @@ def test_both_models_of_a_pair_have_one_vocabulary(path, tmp_path):
     if target.padded_vocab_size != draft.padded_vocab_size:
         assert f"{target.padded_vocab_size:,} rows in the target and {draft.padded_vocab_size:,}" in read_prose(path)
 
-    # LitGPT decides by a folder's name whether a prompt begins with BOS: both folders must get the same answer.
+    # LitGPT decides by a folder's name whether a prompt begins with BOS; both folders must agree.
     decisions = []
     for config in (target, draft):
         folder = tmp_path / config.hf_config["name"]

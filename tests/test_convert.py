@@ -1,4 +1,4 @@
-"""Hugging Face folders: named for LitGPT by their sizes, converted when asked, and then the model that they were."""
+"""Hugging Face folders: recognized by their sizes, converted on request, with the same model as result."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ MODELS = {
 
 @pytest.fixture(params=list(MODELS))
 def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A model that LitGPT knows, too small to be one that it has."""
+    """A model of a known family, with sizes that LitGPT does not have."""
     found: str = request.param
     config = OURS | MODELS[found][2] | {"name": found, "hf_config": {"org": "nobody", "name": found}}
     monkeypatch.setitem(litgpt.config.name_to_config, found, config)
@@ -90,7 +90,7 @@ def test_a_folder_is_converted_when_asked_and_gives_the_models_text(tmp_path: Pa
     assert (folder / "lit_model.pth").stat().st_mtime_ns == written
 
 
-def test_a_model_of_other_sizes_is_none_of_litgpts(tmp_path: Path, name: str) -> None:
+def test_a_model_of_other_sizes_is_unknown_to_litgpt(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "other"
     write(folder, name, hidden_size=40)
     assert model_name(folder) is None
@@ -131,7 +131,7 @@ NAMES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_val
 
 
 def hub(architecture: str, *sizes: int, vocab_size: int, rope_theta: float, **more: Any) -> dict[str, Any]:
-    """A config.json as the hub has it."""
+    """A config.json as on the hub."""
     found = {"architectures": [architecture], "vocab_size": vocab_size, "rope_theta": rope_theta}
     return found | dict(zip(NAMES, sizes)) | more
 

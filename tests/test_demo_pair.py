@@ -1,4 +1,4 @@
-"""The embedded pair is what the README says it is, and the script that made it makes another."""
+"""The embedded pair has the properties that the README states, and its script can train another pair."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_transformers_reads_the_same_ids_from_the_tokenizer_files() -> None:
 
 
 @pytest.mark.slow
-def test_the_target_knows_english_better_than_a_compressor_and_keeps_the_thread(held_out_tokens: torch.Tensor) -> None:
+def test_the_target_predicts_better_than_a_compressor_also_in_long_texts(held_out_tokens: torch.Tensor) -> None:
     target = load(DEMO_TARGET)
     tokens = held_out_tokens.long()[: target.config.block_size + 1]
     losses = torch.nn.functional.cross_entropy(target(tokens[None, :-1])[0], tokens[1:], reduction="none")
@@ -244,7 +244,7 @@ def test_the_target_knows_english_better_than_a_compressor_and_keeps_the_thread(
     assert last < first + 0.25  # 1.28 times the perplexity: the passages differ, a collapse would be far more
 
 
-def test_the_draft_foresees_the_greedy_target_and_the_text_is_the_targets(
+def test_the_draft_predicts_the_greedy_target_and_the_text_is_the_targets(
     pair: tuple[GPT, GPT], prompts: list[torch.Tensor]
 ) -> None:
     rates = []
@@ -260,7 +260,7 @@ def test_the_draft_foresees_the_greedy_target_and_the_text_is_the_targets(
 
 
 @pytest.mark.slow
-def test_the_draft_foresees_the_sampled_target_and_the_text_does_not_loop(
+def test_the_draft_predicts_the_sampled_target_and_the_text_does_not_loop(
     pair: tuple[GPT, GPT], prompts: list[torch.Tensor]
 ) -> None:
     torch.manual_seed(1234)
@@ -278,7 +278,7 @@ def test_the_draft_foresees_the_sampled_target_and_the_text_does_not_loop(
 
 @pytest.mark.slow
 def test_a_draft_step_is_several_times_cheaper(pair: tuple[GPT, GPT]) -> None:
-    # The fastest of many, in turns, so that a busy machine disturbs both alike; the README's figure is the median.
+    # The minimum of many interleaved runs, so that a busy machine affects both equally; the README gives the median.
     fastest = [math.inf, math.inf]
     token, position = torch.tensor([[5]]), torch.tensor([100])
     for _ in range(60):
@@ -306,7 +306,7 @@ def corpus(folder: Path, holdout_text: str) -> Path:
 
 
 @pytest.mark.slow
-def test_two_fast_runs_give_equal_weights_whatever_the_holdout_says(script: ModuleType, tmp_path: Path) -> None:
+def test_two_fast_runs_give_equal_weights_with_different_holdout_texts(script: ModuleType, tmp_path: Path) -> None:
     # Equal weights from other held-out texts: nothing of that file reaches tokenizer, target or draft.
     texts = "The old friend walked slowly. " * 200, HELD_OUT
     for number, text in enumerate(texts):
@@ -319,11 +319,11 @@ def test_two_fast_runs_give_equal_weights_whatever_the_holdout_says(script: Modu
         load(tmp_path / "pair0" / role)
         tokenizers = [(tmp_path / f"pair{n}" / role / "tokenizer.json").read_bytes() for n in (0, 1)]
         assert tokenizers[0] == tokenizers[1]
-        # A pair of one's own does not go by the name of the embedded one.
+        # A new pair does not have the name of the embedded one.
         assert Config.from_file(tmp_path / "pair0" / role / "model_config.yaml").name == f"pair0-{role}"
 
     figures = script.measure(tmp_path / "pair0" / "target", tmp_path / "pair0" / "draft", texts[0], prompts=2, seed=0)
-    # Better than chance over the tokenizer's entries; after two dozen steps no more can be asked.
+    # Better than chance; more is not possible after two dozen steps.
     assert 1 < figures["perplexity"] < litgpt.tokenizer.Tokenizer(tmp_path / "pair0" / "target").vocab_size
     assert 0 <= figures["acceptance_0.8"] <= 1 and figures["tokens_per_round_0.8"] >= 1
 

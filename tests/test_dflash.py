@@ -1,4 +1,4 @@
-"""DFlash drafters draft what z-lab's own code drafts, whatever was accepted before, and change no text.
+"""DFlash drafters draft the same as z-lab's own code after any accepted tokens, and change no text.
 
 The references in `fixtures/dflash` are recorded by `make_dflash_fixtures.py`.
 """
@@ -79,7 +79,7 @@ def reference(version: str) -> dict[str, Tensor]:
 
 
 class Text:
-    """One text told to a session as the engine tells it: the prompt in chunks, then rounds of accept and reject."""
+    """One text committed to a session as by the engine: the prompt in chunks, then rounds of accept and reject."""
 
     def __init__(
         self, drafter: DFlash, prompt: Sequence[int], first: int, chunk: int = 512, sampler: Sampler | None = None
@@ -112,7 +112,7 @@ def replay(drafter: DFlash, version: str, chunk: int = 512, sampler: Sampler | N
         assert text.position == anchor
         yield i, text, recorded
         committed = tokens[anchor + 1 : anchor + accepted + 2]
-        # Behind what was accepted stands what must leave no trace.
+        # After the accepted tokens there are stale entries, which must have no effect.
         text.commit([*committed[:-1], *[9] * (BLOCK - 1 - accepted)], committed)
 
 
@@ -144,7 +144,7 @@ def test_greedy_drafts_are_those_of_dflash(version: str) -> None:
 
 
 class Scripted(Rejection):
-    """Draws what it is told, and reports the law that it would have drawn from."""
+    """Draws given tokens, and reports the distribution that it would have drawn from."""
 
     path: list[int]
 
@@ -173,7 +173,7 @@ def test_fewer_drafts_are_the_first_of_more(version: str) -> None:
 
 
 def test_taps_that_are_off_by_one_give_other_drafts() -> None:
-    """What the parity above would miss if logits hardly depended on the target's states."""
+    """Shows that logits depend strongly on the target's states, so that the tests above are sensitive."""
     drafter = load_dflash(FIXTURES / "v1", TARGET)
     drafter.taps = tuple(tap + 1 for tap in drafter.taps)
     for i, text, recorded in replay(drafter, "v1"):
@@ -374,7 +374,7 @@ def test_a_folder_for_another_target_is_refused_with_both_numbers(
         load_dflash(folder, TARGET)
 
 
-def test_what_lies_in_a_folder_is_told_from_its_files(tmp_path: Path) -> None:
+def test_the_kind_of_a_folder_is_detected_from_its_files(tmp_path: Path) -> None:
     def folder(name: str, config: dict[str, Any] | None, weights: Sequence[str] = ("fc.weight",)) -> Path:
         path = tmp_path / name
         path.mkdir()
@@ -511,12 +511,12 @@ def llm() -> SpecLLM:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_head_keeps_the_promises_that_anybody_s_must(llm: SpecLLM, version: str) -> None:
+def test_a_head_follows_the_drafter_protocol(llm: SpecLLM, version: str) -> None:
     check_drafter(random_head(llm, version), llm, rounds=3, draws=300)
 
 
 class Stale(DFlash):
-    """Keeps the keys and values of a block where they should have been overwritten."""
+    """Keeps the keys and values of a block that should have been overwritten."""
 
     def absorb(self, sessions: Any, sizes: Sequence[int], members: range) -> None:
         ((session,), (size,)) = sessions, sizes
@@ -534,7 +534,7 @@ def test_a_head_that_keeps_a_block_s_keys_is_found(llm: SpecLLM) -> None:
 
 
 class Prophet(DFlash):
-    """Knows what the target will say, and says so at times; notes what the head itself would have drafted from."""
+    """Sometimes proposes the target's next tokens; records the logits of the head's own drafts."""
 
     answer: list[int]
 

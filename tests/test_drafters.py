@@ -1,4 +1,4 @@
-"""Every drafter under every sampler leaves the text to the target, and its drafts are what a fresh one would draft."""
+"""With every drafter and sampler the text is the target's, and drafts are those of a new session."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class ToySession(DraftSession):
 
 
 class Reckless(Drafter):
-    """Proposes whatever, behind stops too, and nothing at times."""
+    """Proposes random tokens, also after stops, and sometimes nothing."""
 
     def start(self, target: TargetSession, max_length: int, sampler: Any) -> DraftSession:
         rng = random.Random(0)
@@ -190,7 +190,7 @@ def test_early_exit_after_the_last_layer_accepts_everything(k):
 
 
 class Script:
-    """One text in which any part of a proposal is accepted, as a script has it."""
+    """One text in which a scripted number of proposals is accepted."""
 
     def __init__(self, drafter: Drafter, sampling: Sampling, tokens: Sequence[int], *, seed: int = 2**40) -> None:
         self.tokens = list(tokens)
@@ -236,7 +236,7 @@ def test_after_any_rounds_the_drafts_are_those_of_a_fresh_session(name, sampling
         for _ in range(6):
             script.play(rng, 3)
             fresh = Script(drafter, sampling, script.tokens)
-            for _ in range(2):  # and asked twice it says the same
+            for _ in range(2):  # a repeated call gives the same proposal
                 assert script.propose(7).tokens.tolist() == fresh.propose(7).tokens.tolist()
 
 
@@ -278,12 +278,12 @@ def test_tokens_are_drawn_from_the_distribution_that_is_reported(name, sampling)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_our_drafters_keep_the_promises_that_anybody_s_must(name):
+def test_our_drafters_follow_the_drafter_protocol(name):
     check_drafter(drafters()[name], SimpleNamespace(placed=place(), verify_width=8), rounds=4, draws=300)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_two_open_texts_and_an_abandoned_one_do_not_disturb_each_other(name):
+def test_two_open_texts_and_a_cancelled_one_do_not_affect_each_other(name):
     drafter = drafters()[name]
     alone = []
     for i in (0, 1):
@@ -349,7 +349,7 @@ def test_a_round_costs_k_forwards_however_it_ends(monkeypatch):
     assert forwards.prefill == 1, "what was accepted is not read again"
 
 
-def test_nothing_runs_before_a_proposal_is_asked_for_and_then_the_rest_is_read_at_once(monkeypatch):
+def test_nothing_runs_before_a_proposal_is_requested_and_then_the_rest_is_read_at_once(monkeypatch):
     forwards = Forwards(DRAFT, monkeypatch)
     script = Script(drafters()["draft_model"], GREEDY, PROMPT)
     nothing = Proposal(torch.empty(0, dtype=torch.int64))
@@ -401,7 +401,7 @@ def test_the_next_text_need_not_read_the_same_prompt_again(monkeypatch):
         assert proposal.tokens.tolist() == fresh.tokens.tolist()
 
 
-def test_a_beginning_that_prompts_share_is_kept_up_to_a_border_between_chunks(monkeypatch):
+def test_a_prefix_that_prompts_share_is_reused_in_whole_chunks(monkeypatch):
     model = gpt(2, n_layer=1, block_size=2048)
     forwards = Forwards(model, monkeypatch)
     prompt = [(7 * i) % VOCAB for i in range(1200)]
@@ -422,7 +422,7 @@ def test_a_beginning_that_prompts_share_is_kept_up_to_a_border_between_chunks(mo
     assert torch.equal(*laws), "a text's drafts must not depend on what was drafted before"
 
 
-def test_ids_that_mean_something_else_are_never_proposed_whatever_the_paddings():
+def test_ids_that_differ_are_never_proposed_for_any_padding():
     for draft_vocab in (48, 96):
         placed = place(draft=gpt(3, vocab=draft_vocab))
         pair = PairReport(shared_vocab_size=40, excluded=(2, 5, 39))
@@ -448,7 +448,7 @@ def test_other_paddings_change_no_text(draft_vocab, sampling):
     complete("draft_model", REJECTION, placed=placed)
 
 
-def test_beyond_the_draft_s_context_nothing_is_proposed_and_that_is_said():
+def test_after_the_draft_s_context_nothing_is_proposed_and_a_note_reports_it():
     placed = place(draft=gpt(3, block_size=24))
     drafter = make_drafter("draft_model", placed)
     assert len(drafter.notes) == 1 and "24 tokens" in drafter.notes[0] and "512" in drafter.notes[0]
@@ -474,11 +474,11 @@ def test_a_draft_in_another_precision_leaves_the_text_alone():
 # --- a model where the text has nothing to say ---------------------------------------------------------------------
 
 
-def test_lookup_then_model_asks_the_model_where_no_run_of_three_stands_earlier_in_the_text():
+def test_lookup_then_model_uses_the_model_without_an_earlier_trigram():
     rng = random.Random(7)
     looked_up = 0
     for _ in range(40):
-        # Of few different tokens, so that runs are found now and then.
+        # Few different tokens, so that some n-grams repeat.
         tokens = [rng.randrange(3) for _ in range(rng.randint(4, 12))]
         last = tokens[-3:]
         ends = [e for e in range(3, len(tokens)) if tokens[e - 3 : e] == last]
@@ -491,7 +491,7 @@ def test_lookup_then_model_asks_the_model_where_no_run_of_three_stands_earlier_i
     assert 5 < looked_up < 35, "a case that proves nothing"
 
 
-def test_lookup_then_model_passes_on_what_is_the_model_s_own(monkeypatch):
+def test_lookup_then_model_delegates_to_the_model(monkeypatch):
     class Watched(Reckless):
         taps, max_k, notes = (1,), 5, ["Watch it."]
 
@@ -566,7 +566,7 @@ def test_a_broken_proposal_is_refused_by_name_and_the_next_text_is_right(proposa
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, COUPLED, Sampling(top_k=9)], ids=["greedy", "coupled", "rejection"])
-def test_what_is_unusual_but_sound_is_taken(sampling):
+def test_unusual_but_valid_proposals_are_accepted(sampling):
     plain = tokens_of(complete("none", sampling))
     ids = torch.arange(9).expand(7, 9)
     sparse = Distribution(torch.full((7, 9), 1 / 9), ids)
@@ -588,7 +588,7 @@ def test_what_is_unusual_but_sound_is_taken(sampling):
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, COUPLED, REJECTION], ids=["greedy", "coupled", "rejection"])
-def test_what_a_drafter_does_with_the_tokens_it_is_given_does_not_reach_the_text(sampling):
+def test_a_drafter_that_changes_its_arguments_does_not_change_the_text(sampling):
     class Greedy(ToySession):
         def __init__(self, spoil):
             super().__init__(lambda token, input_pos, k: Proposal(torch.tensor([token] * k)))
@@ -614,19 +614,19 @@ def test_what_a_drafter_does_with_the_tokens_it_is_given_does_not_reach_the_text
 # --- choosing a drafter -----------------------------------------------------------------------------------------------
 
 
-def test_auto_is_the_draft_model_where_there_is_one_else_prompt_lookup():
+def test_auto_is_the_draft_model_if_there_is_one_else_prompt_lookup():
     assert isinstance(make_drafter("auto", place()), DraftModel)
     assert isinstance(make_drafter("auto", place(draft=None)), PromptLookup)
     assert make_drafter("none", place()) is None
 
 
-def test_early_exit_takes_a_quarter_of_the_layers_unless_told():
+def test_early_exit_uses_a_quarter_of_the_layers_by_default():
     assert [make_drafter("early_exit", place(gpt(n_layer=n))).exit_layer for n in (1, 3, 4, 9)] == [1, 1, 1, 2]
     drafter = make_drafter("early_exit", place(), exit_layer=2)
     assert isinstance(drafter, EarlyExit) and drafter.exit_layer == 2
 
 
-def test_an_object_of_the_protocol_is_taken_as_it_is():
+def test_a_drafter_object_is_returned_unchanged():
     drafter = Reckless()
     assert make_drafter(drafter, place()) is drafter
 
@@ -641,6 +641,6 @@ def test_an_object_of_the_protocol_is_taken_as_it_is():
         ({"drafter": "early_exit", "exit_layer": 0}, "between 1 and the target's 2 layers, got 0"),
     ],
 )
-def test_what_cannot_be_had_is_refused_with_a_sentence(settings, sentence):
+def test_an_unavailable_drafter_is_refused_with_an_error(settings, sentence):
     with pytest.raises(InputError, match=sentence):
         make_drafter(placed=place(draft=None), **settings)

@@ -48,7 +48,7 @@ def test_drafts_and_logits_are_those_of_eagle_s_own_code_after_scripted_rounds(t
     text = Told(head, TARGET, TOKENS, STATES)
     for known, drafts, logits in zip(RECORDED["known"].tolist(), RECORDED["drafts"], RECORDED["logits"]):
         text.tell(known, chunk)
-        for _ in range(2):  # asking leaves no trace
+        for _ in range(2):  # proposing does not change the state
             found, numbers = text.propose(4)
             assert found == drafts.tolist()
             torch.testing.assert_close(numbers[:, IDS], logits, atol=1e-5, rtol=1e-5)
@@ -62,7 +62,7 @@ SPECULATORS, FLAGS = fixture("eagle3_speculators")
 
 @pytest.mark.parametrize("name", list(FLAGS))
 def test_logits_are_those_of_speculators_with_each_of_its_flags(tmp_path, name):
-    """Its later steps are told the text's own tokens, so ours are too."""
+    """Its later steps are given the text's own tokens, so ours are too."""
     more = {name.removeprefix("weights."): w for name, w in SPECULATORS.items() if name.startswith("weights.")}
     weights = {name.replace("midlayer.", "layers.0."): w for name, w in (WEIGHTS | more).items()}
     fields = {"transformer_layer_config": CONFIG, "draft_vocab_size": 48, "eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
@@ -159,7 +159,7 @@ def head_for(llm: SpecLLM, folder: Path, **fields: Any) -> Eagle:
 
 
 def states_of_litgpt(model: GPT, tokens: Sequence[int], taps: Sequence[int]) -> Tensor:
-    """What LitGPT's own model has behind its blocks, in one pass without a cache: `(T, taps * C)`."""
+    """States after the blocks of LitGPT's own model, in one pass without a cache: `(T, taps * C)`."""
     reference = litgpt.model.GPT(model.config).eval()
     reference.load_state_dict(model.state_dict())
     seen: dict[int, Tensor] = {}
@@ -195,7 +195,7 @@ def test_after_rounds_drafts_are_those_of_a_fresh_pass_over_litgpt_s_states(llm:
 
 
 class Watching(Drafter):
-    """Keeps the states that it is shown."""
+    """Stores the states that it receives."""
 
     def __init__(self, taps: tuple[int, ...]) -> None:
         self.taps = taps
@@ -220,7 +220,7 @@ class WatchingSession(DraftSession):
         return Proposal(torch.full((k,), token))
 
 
-def test_texts_side_by_side_are_shown_the_states_of_their_own_taps_one_named_twice_too(llm: SpecLLM) -> None:
+def test_texts_together_receive_the_states_of_their_own_taps_also_a_repeated_tap(llm: SpecLLM) -> None:
     placed = llm.placed
     watching = [Watching((1, 3, 3)), Watching((4, 1)), Watching((3, 1, 3))]
     engine = Engine(placed, None, slots=3, max_length=80)
@@ -238,13 +238,13 @@ def test_texts_side_by_side_are_shown_the_states_of_their_own_taps_one_named_twi
 
 
 @pytest.mark.parametrize("fields", [{}, {"draft_vocab_size": 64}, {"norm_output": True}])
-def test_a_head_keeps_a_drafter_s_promises(llm: SpecLLM, tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_a_head_follows_the_drafter_protocol(llm: SpecLLM, tmp_path: Path, fields: dict[str, Any]) -> None:
     check_drafter(head_for(llm, tmp_path, **fields), llm, rounds=5, draws=1024)
 
 
-def test_a_head_that_keeps_what_its_chain_computed_for_accepted_tokens_is_caught(llm: SpecLLM, tmp_path: Path) -> None:
+def test_a_head_that_keeps_the_chain_s_keys_of_accepted_tokens_is_detected(llm: SpecLLM, tmp_path: Path) -> None:
     class Stale(EagleSession):
-        """Believes the keys and values of drafts, where they were accepted."""
+        """Keeps the keys and values of accepted drafts."""
 
         drafted: Sequence[int] = ()
 
@@ -287,7 +287,7 @@ def test_texts_of_the_embedded_target_are_the_same_with_and_without_a_head(tmp_p
         assert sum(text.stats.proposed for text in texts) > 0
 
 
-def test_beyond_the_positions_that_a_head_was_made_for_nothing_is_drafted_and_that_is_said(llm, tmp_path):
+def test_after_the_head_s_context_nothing_is_drafted_and_a_note_reports_it(llm, tmp_path):
     head = head_for(llm, tmp_path, max_position_embeddings=40)
     assert len(head.notes) == 1 and "40 tokens" in head.notes[0] and "1024" in head.notes[0]
     out = llm.with_drafter(head).generate("a" * 20, max_new_tokens=60, temperature=0.0, speculative_k=4)
@@ -375,7 +375,7 @@ def test_what_does_not_fit_is_refused_with_a_sentence_that_names_both_numbers(tm
         {"sliding_window": 32, "layer_types": ["full_attention"]},
     ],
 )
-def test_a_window_that_no_text_reaches_or_that_is_off_is_no_window(tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_a_window_that_is_never_reached_or_is_off_is_ignored(tmp_path: Path, fields: dict[str, Any]) -> None:
     text = Told(recorded_head(tmp_path, **fields), TARGET, TOKENS, STATES)
     text.tell(12)
     assert text.propose(4)[0] == RECORDED["drafts"][0].tolist()

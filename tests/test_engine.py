@@ -1,4 +1,4 @@
-"""Many texts at once: each is what it is alone, whatever the others do."""
+"""Many texts at once: each is the same as alone."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def alone(number: int, drafter: str, sampling: Sampling, k: int = 3) -> list[Blo
 
 
 def play(engine: Engine, handles: Sequence[int] = ()) -> dict[int, list[Block | InputError]]:
-    """Runs an engine until all texts have ended; what each gave, by handle."""
+    """Runs an engine until all texts have ended; returns the results by handle."""
     results: dict[int, list[Block | InputError]] = {handle: [] for handle in handles}
     while len(engine):
         for handle, block in engine.step().items():
@@ -87,7 +87,7 @@ def test_blocks_of_texts_in_slots_are_those_of_each_alone(drafter, sampling):
 
 
 @pytest.mark.parametrize("slots", [1, 3])
-def test_a_text_whose_drafter_cannot_start_is_told_by_its_handle_and_the_others_go_on(slots):
+def test_a_text_whose_drafter_cannot_start_is_reported_by_handle_and_the_others_continue(slots):
     made = make_drafter("prompt_lookup", PLACED)
     real, starts = made.start, []
 
@@ -155,7 +155,7 @@ def test_a_forward_that_may_have_few_rows_is_split_and_changes_no_text():
 
 
 class Tapped(Drafter):
-    """Keeps what it is told."""
+    """Stores the committed tokens and states."""
 
     taps = (-1,)
 
@@ -188,7 +188,7 @@ def test_a_drafter_with_taps_sees_the_states_of_its_own_text():
             litgpt_model(TARGET)(torch.tensor([text["prompt"]]))[0].argmax(-1).tolist(),
         )
         for tokens, input_pos, hidden in told:
-            # The state after the final norm gives, through the head, the token that it predicted.
+            # The output head maps the state after the final norm to the token that it predicted.
             predicted = TARGET.lm_head(hidden).argmax(-1).tolist()
             if input_pos >= size:
                 assert predicted == tokens
@@ -210,7 +210,7 @@ def test_a_slot_takes_the_next_text_as_soon_as_its_own_has_ended():
     left, begun = list(handles), set()
     while len(engine):
         results = engine.step()
-        # Two at a time, in the order in which they came, as long as there are two; one may still read its prompt.
+        # Two texts at a time in the order of `add`; one may still be reading its prompt.
         assert results.keys() <= {*left[:2]} and begun & {*left[:2]} <= results.keys()
         assert engine.running == min(2, len(left)) - sum(b.finish_reason is not None for b in results.values())
         begun |= {*results}
@@ -289,7 +289,7 @@ def test_a_short_prompt_is_read_in_the_rounds_of_the_texts_that_run(monkeypatch,
     assert len(read) == (0 if rounds else 1)
     blocks += play(engine)[handle]
     assert blocks == want
-    # The first token is the one that LitGPT's own model finds likeliest, with the noise of its position.
+    # The first token is LitGPT's argmax with the noise of its position.
     logits = litgpt_model(placed.model)(torch.tensor([prompt]))[0, -1:]
     sampler = make_sampler(COUPLED, seed=SEED)
     assert int(sampler.verify(logits, length, torch.empty(0, dtype=torch.int64)).tokens[0]) == want[0].tokens[0]
@@ -338,7 +338,7 @@ def test_a_round_of_all_texts_reads_once_to_the_host(slots, drafter):
 
 
 @pytest.mark.parametrize(("prompt", "new"), [([1] * 50, 11), ([1] * 61, 1), ([], 5), ([1, 2], 0)])
-def test_a_text_that_could_never_be_is_refused_and_the_others_go_on(prompt, new):
+def test_an_impossible_text_is_refused_and_the_others_continue(prompt, new):
     engine, made = open_engine("draft_model", 2)
     handle = engine.add(request(PLACED, made, GREEDY, k=3, **TEXTS[1]))
     with pytest.raises(InputError, match="text"):
@@ -387,7 +387,7 @@ class Split(Drafter):
 
 @pytest.mark.parametrize("place_of_the_bad", [0, 1, 2])
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_drafter_that_breaks_the_protocol_in_one_text_leaves_the_others_alone(wrong, place_of_the_bad):
+def test_a_drafter_that_breaks_the_protocol_in_one_text_does_not_affect_the_others(wrong, place_of_the_bad):
     drafter = Split(WRONG[wrong])
     engine, _ = open_engine(drafter, 3)
     bad = {"prompt": [13, 5, 2], "new": 20, "seed": 4}
@@ -462,7 +462,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> SpecLLM:
 
 
 @pytest.mark.parametrize("end", ["closed", "forgotten", "read"])
-def test_a_stream_gives_its_engine_back_however_it_ends(llm, end, monkeypatch):
+def test_a_stream_returns_its_engine_in_every_way_of_ending(llm, end, monkeypatch):
     made = []
     init = Engine.__init__
     monkeypatch.setattr(Engine, "__init__", lambda self, *args, **kw: (made.append(1), init(self, *args, **kw))[1])

@@ -1,4 +1,4 @@
-"""What a person meets first: mistyped flags, lines in a log, thresholds that are said."""
+"""The first contact of users: mistyped flags, progress lines, printed thresholds."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["chat", "--checkpoint_dir", "/nowhere", "--speculative_k", "9"], "speculative_k must be below"),
     ],
 )
-def test_what_was_mistyped_is_named_before_anything_is_loaded(
+def test_a_typo_is_named_before_anything_is_loaded(
     capsys: pytest.CaptureFixture[str], argv: list[str], expected: str
 ) -> None:
     assert expected in said(capsys, *argv)
@@ -63,12 +63,12 @@ def test_a_log_gets_an_estimate_first_then_few_lines_and_the_end(capsys: pytest.
     assert capsys.readouterr().err == ""
 
 
-def test_without_proposals_nothing_is_said_of_acceptance() -> None:
+def test_without_proposals_acceptance_is_not_reported() -> None:
     assert "acceptance" not in Stats(new_tokens=3).summary()
     assert "acceptance rate 0.00 (0/4)" in Stats(new_tokens=3, proposed=4).summary()
 
 
-def test_verify_tells_its_thresholds_and_how_far_it_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_verify_prints_its_thresholds_and_progress(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folders = [str(write_checkpoint(tmp_path / name, seed=seed)) for seed, name in enumerate(("target", "draft"))]
     with pytest.raises(SystemExit) as exit_:
         main(["verify", "--checkpoint_dir", folders[0], "--draft_dir", folders[1], "--quick", *JSON])
@@ -82,7 +82,7 @@ def test_verify_tells_its_thresholds_and_how_far_it_is(capsys: pytest.CaptureFix
     assert "verifying: 1 of " in err and "s left" in err
 
 
-def test_loading_is_told_where_it_takes_long(
+def test_loading_is_reported_if_it_takes_long(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "lit_model.pth").write_bytes(bytes(200))
@@ -98,7 +98,7 @@ def test_loading_is_told_where_it_takes_long(
     assert capsys.readouterr().err == ""
 
 
-def test_bench_says_where_the_machine_was_busy() -> None:
+def test_bench_warns_of_a_busy_machine() -> None:
     assert noise([100.0, 104.0, 98.0], 0.8) == "" and noise([], 0.0) == ""
     assert "100.0 to 140.0 tokens/s in 3 equal turns. Measure" in noise([100.0, 140.0, 120.0], 0.8)
     assert "134% of the bandwidth of a copy" in noise([100.0], 1.34)
@@ -110,7 +110,7 @@ def test_ids_that_several_prompts_have_are_found(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     lines = [{"id": "a"}, {"id": 2}, {}, {"id": "a"}, {"id": "b"}, {"id": 2}, {"id": "a"}]
     file.write_text("".join(json.dumps(line | {"prompt": "x"}) + "\n" for line in lines))
-    # A prompt without an id has its place, from 0 on: here the third has 2 as well.
+    # A prompt without an id has its index as id, so the third has id 2 too.
     assert Prompts(file, 3).repeated_ids() == ["a", 2]
     (tmp_path / "prompts.txt").write_text("x\nx\n")
     assert Prompts(tmp_path / "prompts.txt").repeated_ids() == []

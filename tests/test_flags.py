@@ -1,4 +1,4 @@
-"""Flags and files of flags: a string arrives as it was typed, a number as a number, anything else as a sentence."""
+"""Flags and config files: strings arrive unchanged, numbers as numbers, and anything else gives an error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 
 from litspec.__main__ import COMMANDS, main
 
-# What a reader of YAML takes for something else: comments, markers, nothing, lists, numbers, an alias, a tag.
+# Strings with a special meaning in YAML: comments, markers, null, lists, numbers, an alias, a tag.
 AS_TYPED = [
     *("###", "### Instruction:", "---", "null", "~", "[INST]", "#1", "# a", "true", "1", "1.0", "{}", "a: b", "- a"),
     *("-", "---x", "-5 degrees", "!x", "*x", "&x", "%", "'", '"quoted"', " a ", "\n", "\n\nUser:", "", "None", "@"),

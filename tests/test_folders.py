@@ -27,7 +27,7 @@ def write_kind(kind: str, folder: Path) -> Path:
 
 
 def generated(target: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[Any, str]:
-    """What the command says about a greedy text, and what it says beside it."""
+    """The command's output for a greedy text, and its messages."""
     flags += ("--checkpoint_dir", str(target), "--prompt", "abc", "--max_new_tokens", "20", "--temperature", "0")
     with pytest.raises(SystemExit) as exit_:
         main(["generate", *flags, "--accelerator", "cpu", "--output_format", "json"])

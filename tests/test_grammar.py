@@ -104,13 +104,13 @@ def test_sampled_texts_match_their_regex_and_their_grammar(llm: SpecLLM) -> None
             assert re.fullmatch(pattern, text.text) and text.finish_reason == "stop"
 
 
-def test_where_a_grammar_may_end_the_model_decides(llm: SpecLLM) -> None:
+def test_the_model_decides_if_a_grammar_may_end(llm: SpecLLM) -> None:
     stop = llm.codec.stop_tokens[0][0]
     for bias, expected in ((100, "a"), (-100, "aaaaaaaa")):
         out = llm.generate("abc", regex="a{1,8}", temperature=0, logit_bias={stop: bias}, max_new_tokens=20)
         assert (out.text, out.finish_reason) == (expected, "stop")
         assert stop not in out.token_ids
-    # Where it must end it does, though stops do not count yet; and a text that is too short is cut.
+    # It ends where it must, also before min_new_tokens; a text that is too short is cut.
     assert llm.generate("abc", regex="ab", min_new_tokens=9, max_new_tokens=20).text == "ab"
     cut = llm.generate("abc", regex="[a-z]{80,}", max_new_tokens=4)
     assert cut.finish_reason == "length" and len(cut.token_ids) == 4
@@ -165,13 +165,13 @@ def test_masks_of_a_block_are_those_of_its_prefixes_and_refusal_leaves_no_trace(
                 if i <= 3 and fits and before not in language:
                     assert row == by_hand(before), before
                 elif i > 3 or not fits:
-                    assert len(row) >= 264  # whatever stands behind a token that will be refused
+                    assert len(row) >= 264  # rows after a rejected token may be anything
         assert allowed(grammar.masks(1)) == [by_hand(text)]
     assert grammar.push([ids["a"]]).end == 3
 
 
 def test_masks_do_not_depend_on_what_was_asked_before(llm: SpecLLM) -> None:
-    """What is forced and what was proposed is asked only with a drafter: no answer may depend on it."""
+    """`forced` and `foresee` are called only with a drafter, so masks must not depend on these calls."""
     codec, generator = llm.codec, random.Random(4)
     stop = codec.stop_tokens[0][0]
     for form in (Form("json_schema", json.dumps(SCHEMA)), Form("grammar", LARK), Form("regex", "(a|bc){3,9} end.*")):
@@ -204,7 +204,7 @@ def test_a_grammar_ends_a_text_also_where_no_token_does(codec: TextCodec) -> Non
     assert grammar.push(ids[2:]) == (3, 3)
 
 
-def test_rejection_has_the_law_of_what_the_grammar_leaves(codec: TextCodec) -> None:
+def test_rejection_has_the_law_of_the_target_restricted_by_the_grammar(codec: TextCodec) -> None:
     language = ["aab", "abc", "acc", "bab", "bba", "cab", "cca", "ccb"]
     made = Grammars(codec, [256])
     first = codec.encode_alone("a")[0]
@@ -238,7 +238,7 @@ def test_rejection_has_the_law_of_what_the_grammar_leaves(codec: TextCodec) -> N
                 drawn.append(token)
                 q.append(distribution)
             proposal = [int(token) for token in drawn]
-            # A drafter may draw what the grammar does not know: its second token was not looked at.
+            # A drafter may draw tokens that the grammar forbids: its second row has no mask.
             logits = torch.cat(
                 [
                     row(target, last if last < 0 or last in chars else first)
@@ -269,7 +269,7 @@ def test_rejection_has_the_law_of_what_the_grammar_leaves(codec: TextCodec) -> N
         law[word], plain[word] = p, free
     assert law.sum() == pytest.approx(1)
     assert follows(torch.tensor(texts), law)
-    # Not the model's law given that the text fits: that would need to look ahead.
+    # Not the model's law conditioned on a valid text, which would need lookahead.
     fitting = torch.where(law > 0, plain, 0.0)
     assert total_variation(law, fitting / fitting.sum()) > 0.05
 
@@ -319,7 +319,7 @@ def test_a_sentencepiece_tokenizer_has_grammars_too(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_form_that_is_none_is_a_sentence(given: dict[str, Any], sentence: str) -> None:
+def test_an_invalid_form_is_an_error(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
         GenerateConfig(**given)
 
@@ -340,7 +340,7 @@ def test_a_form_that_cannot_be_read_is_a_sentence(llm: SpecLLM, given: dict[str,
 
 
 def test_what_a_file_holds_is_read_once(tmp_path: Path) -> None:
-    """Settings are copied, with another seed for instance; what a file held is then no file's name."""
+    """Settings are copied, for example with another seed; then the file's content is not read as a file name."""
     for name, content in (("regex", "@[a-z]+"), ("regex", "a|@b\n"), ("grammar", "@x: 3"), ("grammar", LARK)):
         (tmp_path / "form").write_text(content)
         config = GenerateConfig(**{name: f"@{tmp_path / 'form'}"})
@@ -364,7 +364,7 @@ def test_without_llguidance_a_sentence_says_how_to_get_it(llm: SpecLLM, monkeypa
     assert llm.generate("abc", max_new_tokens=2).text
 
 
-def test_what_leaves_no_token_is_a_sentence(llm: SpecLLM) -> None:
+def test_an_empty_set_of_allowed_tokens_is_an_error(llm: SpecLLM) -> None:
     for words in (["yes", "y", "ye"], [[id_] for id_ in range(1, 2048)]):
         with pytest.raises(InputError, match="bans and the grammar allow no token, in the block"):
             llm.generate("abc", regex="yes", max_new_tokens=9, bad_words=words)
@@ -411,7 +411,7 @@ def test_flags_files_and_lines_say_the_same_as_python(tmp_path: Path, capsys: py
     assert "regex cannot name a file here, got '@a'" in answers[2]["error"]
     assert "json_schema cannot name a file here, got 'x.json'" in answers[3]["error"]
     assert "regex cannot be used" in answers[4]["error"]
-    # A line's own form stands in the place of the job's.
+    # A line's own form replaces the job's.
     given["grammar"] = LARK
     assert run_job(tmp_path / "in.jsonl", tmp_path / "out2.jsonl", load=load, **given) == 1
     again = [json.loads(line) for line in (tmp_path / "out2.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""A job of many prompts ends with the same file, whatever happened on the way."""
+"""A job of many prompts ends with the same file after any interruption."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def llm(pair: Pair) -> SpecLLM:
 
 
 class Quick:
-    """Stands in for generating: texts at once, made of prompt, seed and index, as real ones are."""
+    """Replaces generation: texts are made at once from prompt, seed and index."""
 
     def __init__(self, llm: SpecLLM, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
@@ -88,7 +88,7 @@ class Quick:
                 return outer.slots
 
             def complete(self, texts: Iterable[Any], *, slots: int = 1) -> Iterator[Any]:
-                """Of those that run at the same time, the last to begin ends first."""
+                """Of texts that run at the same time, the last one to begin ends first."""
                 texts, running = iter(texts), []
                 while True:
                     for name, prompt, settings, index in itertools.islice(texts, slots - len(running)):
@@ -177,7 +177,7 @@ class Dead(BaseException):
 
 
 class MortalOS:
-    """The os module, until the n-th call that changes something: that one is done by half, and none after it.
+    """The os module up to the n-th call that changes files: that call is done by half, and later ones fail.
 
     Args:
         calls: n.
@@ -220,7 +220,7 @@ def points(job: Callable[..., int], monkeypatch: pytest.MonkeyPatch, **settings:
 def test_a_job_that_ended_at_any_call_is_resumed_to_the_same_file(
     job: Callable[..., int], quick: Quick, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_samples: int
 ) -> None:
-    monkeypatch.setattr(files, "SYNC_SECONDS", 0)  # so that forcing lines to the disk has its points too
+    monkeypatch.setattr(files, "SYNC_SECONDS", 0)  # so that fsync calls are included
     texts = 2 * num_samples
     settings = {"prompts_file": write_prompts(tmp_path, ["one", "two"], "in.txt"), "num_samples": num_samples}
     expected = undisturbed(job, tmp_path, **settings)
@@ -239,7 +239,7 @@ def test_a_job_that_ended_at_any_call_is_resumed_to_the_same_file(
         assert job(out, **settings) == 0
         assert_whole(out, expected)
         assert all("new_tokens" in line for line in read(stats_of(out)))
-        assert len(quick.calls) == made + texts - whole  # what was finished was not made again
+        assert len(quick.calls) == made + texts - whole  # finished texts are not generated again
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="only Linux tells the path of an open file")
@@ -268,7 +268,7 @@ def test_what_is_written_is_forced_to_the_disk_in_time(
     assert events[renamed + 1] == ("fsync", tmp_path.name) and renamed < first["write", "out.jsonl.stats.jsonl"]
     for name in ("out.jsonl", "out.jsonl.stats.jsonl"):
         assert last["write", name] < last["fsync", name]
-    assert events.count(("fsync", "out.jsonl")) == 1  # five quick texts are no reason for five times
+    assert events.count(("fsync", "out.jsonl")) == 1  # five quick texts need only one fsync
     monkeypatch.setattr(files, "SYNC_SECONDS", 0)
     events.clear()
     job("slow.jsonl")
@@ -371,7 +371,7 @@ def test_a_file_that_no_job_wrote_is_never_touched(job: Callable[..., int], quic
 
 
 def interrupted(job: Callable[..., int], quick: Quick, texts: int, **settings: Any) -> None:
-    """Runs a job that ends after so many texts."""
+    """Runs a job that ends after a number of texts."""
 
     def end() -> None:
         if len(quick.calls) > texts:
@@ -548,7 +548,7 @@ def test_a_bad_line_becomes_an_error_in_its_place_and_the_job_goes_on(
     assert "not valid UTF-8 (byte 13)" in found[-2]["error"] and "seed must be a whole number" in found[-1]["error"]
     assert f"Line {2 * len(BAD) + 2} of prompts_file" in found[-2]["error"]
     assert f"{len(BAD) + 2} errors" in capsys.readouterr().err
-    assert job(prompts_file=path) == 1  # nothing is left to do, and still there were some
+    assert job(prompts_file=path) == 1  # nothing is left to do, but there were errors
     assert quick.loads == 1
 
 
@@ -812,7 +812,7 @@ class RealJob:
         batch_size: int | str = "auto",
         **load: Any,
     ) -> list[Any]:
-        """Starts a job on so many ranks, as a launcher would.
+        """Starts a job on several ranks, like a launcher.
 
         Args:
             out: The out file.

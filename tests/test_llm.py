@@ -1,4 +1,4 @@
-"""`SpecLLM` from prompt to text, against LitGPT's own generation, texts that are known beforehand, and itself alone."""
+"""`SpecLLM` from prompt to text, compared with LitGPT's generation, known texts, and plain decoding."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DRAFTERS = ["draft_model", "prompt_lookup", "lookup_then_model", "early_exit", "
 
 
 def target_alone(folder: Path, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
-    """Greedy tokens by litgpt's own model and loop, without regard to stops."""
+    """Greedy tokens by litgpt's own model and loop; stops are ignored."""
     model = litgpt.model.GPT(Config.from_file(folder / "model_config.yaml")).eval()
     model.load_state_dict(torch.load(folder / "lit_model.pth", weights_only=True))
     size = len(prompt) + max_new_tokens
@@ -67,7 +67,7 @@ def chain_weights(config: Config, successors: dict[int, int]) -> dict[str, torch
     return weights
 
 
-# Byte-level vocabularies spell a byte as the Latin-1 character that it is where that can be seen, else from U+0100 on.
+# Byte-level vocabularies write a byte as its Latin-1 character if that is printable, else from U+0100 on.
 VISIBLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 HIDDEN = [byte for byte in range(0x100) if byte not in VISIBLE]
 
@@ -95,7 +95,7 @@ def byte_level_chain() -> tuple[Tokenizer, list[int]]:
 
 
 def byte_fallback_chain() -> tuple[Tokenizer, list[int]]:
-    """As Llama 2 has it."""
+    """As in Llama 2."""
     words = [f"<0x{byte:02X}>" for byte in range(256)]
     words += [part for part in BYTE_FALLBACK_PARTS if part not in words]
     tokenizer = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, [], byte_fallback=True))
@@ -106,7 +106,7 @@ def byte_fallback_chain() -> tuple[Tokenizer, list[int]]:
 
 
 class Chain:
-    """A pair whose text is known. The draft goes wrong behind every fourth token.
+    """A pair whose text is known. The draft is wrong after every fourth token.
 
     Attributes:
         ids: The tokens, over and over.
@@ -131,11 +131,11 @@ class Chain:
         self.llm = SpecLLM.load(*self.folders)
 
     def text(self, size: int) -> str:
-        """What they add to the prompt's text, leading space included."""
+        """The text that they add to the prompt's text, including a leading space."""
         return self.tokenizer.decode(self.prompt_ids + self.ids[:size])[len(self.prompt) :]
 
     def shortest(self, text: str) -> list[int]:
-        """The shortest run of the tokens that decodes to the text, perhaps with more behind it."""
+        """The shortest prefix of the tokens whose text begins with the given text."""
         return next(self.ids[:n] for n in range(len(self.ids)) if self.text(n).startswith(text))
 
 
@@ -159,7 +159,7 @@ def test_greedy_tokens_are_those_of_litgpt(llm: SpecLLM, pair: tuple[Path, Path]
 
 
 def test_texts_of_growing_lengths_begin_alike_and_are_litgpts(llm: SpecLLM, pair: tuple[Path, Path]) -> None:
-    """Past the sizes in which keys and values are read, and with memory of the text before at hand."""
+    """Beyond the K/V bucket sizes, and with the engine of the previous text."""
     longest = target_alone(pair[0], llm.codec.encode("abc").tolist(), 300)
     for size in (1, 2, 9, 60, 64, 70, 124, 130, 252, 260, 300, 40):
         assert llm.generate("abc", max_new_tokens=size, temperature=0).token_ids == longest[:size]
@@ -182,7 +182,7 @@ def test_a_sampled_text_is_the_same_for_every_drafter_and_k_when_coupled(llm: Sp
 
 
 class Foresight(Drafter, DraftSession):
-    """A drafter that is told what comes: the given tokens, some of them wrong."""
+    """A drafter that proposes given tokens, some of them wrong."""
 
     def __init__(self, tokens: Sequence[int], prompt_size: int) -> None:
         self.tokens, self.prompt_size = list(tokens), prompt_size
@@ -292,7 +292,7 @@ def test_without_a_seed_torchs_global_generator_decides(llm: SpecLLM) -> None:
         states.append(torch.get_rng_state())
     assert texts[0] == texts[1] == texts[2]
     assert texts[0][0] != texts[0][1]
-    # One number is drawn for each text, whatever happens in it.
+    # Each text draws exactly one number.
     assert torch.equal(states[0], states[1]) and torch.equal(states[0], states[2])
 
 
@@ -396,7 +396,7 @@ def test_two_objects_at_once_have_nothing_in_common(chain: Chain, llm: SpecLLM) 
     assert texts == [alone, chain.text(30)]
 
 
-def test_an_abandoned_stream_harms_no_later_text(llm: SpecLLM) -> None:
+def test_a_stream_that_is_not_read_to_the_end_does_not_affect_later_texts(llm: SpecLLM) -> None:
     settings = dict(max_new_tokens=40, temperature=1.0, seed=4)
     alone = llm.generate(PROMPTS[0], **settings).text
     abandoned = llm.generate("something else", stream=True, **settings)
@@ -433,8 +433,8 @@ def test_threads_share_one_object(llm: SpecLLM) -> None:
 # --- stops
 
 
-# Within a token, across tokens, across blocks, characters of several tokens, white-space, one that never comes though
-# its beginning does, and of several the earliest.
+# Within a token, across tokens, across blocks, characters of several tokens, white space, one of which only the
+# beginning occurs, and several of which the earliest counts.
 STOPS = [
     ["eats"], ["ats gr"], ["llama 🦙 eats grass"], ["🦙"], ["駱馬"], ["馬。"], ["\n\n"], ["\n"], ["  two駱"],
     ["e\u0301"],
@@ -452,7 +452,7 @@ def test_the_text_ends_before_the_earliest_stop_string(chain: Chain, stop: list[
         stream = chain.llm.with_drafter(drafter).generate(
             chain.prompt, max_new_tokens=50, temperature=0, speculative_k=k, stop=stop, stream=True
         )
-        # Joined, the pieces are the text: so what belongs to a stop never comes, and what only seemed to does.
+        # The joined pieces are the text, without any part of a stop and with all that only looked like one.
         assert "".join(stream) == text == stream.completion.text
         assert stream.completion.finish_reason == ("stop" if ends else "length")
         assert stream.completion.token_ids == (chain.shortest(text) if ends else chain.ids[:50])
@@ -538,7 +538,7 @@ def peak_megabytes() -> float:
 
 
 @pytest.mark.slow
-def test_memory_does_not_creep_in_200_generations(tmp_path: Path) -> None:
+def test_memory_does_not_grow_in_200_generations(tmp_path: Path) -> None:
     ids = byte_level_chain()[1]
 
     def caches() -> int:
@@ -546,7 +546,7 @@ def test_memory_does_not_creep_in_200_generations(tmp_path: Path) -> None:
         return sum(type(each) is KVCache for each in gc.get_objects())
 
     def generate(i: int) -> None:
-        # Each needs memory for up to 1900 tokens, 4 MB, and ends early; every third is abandoned before.
+        # Each needs memory for up to 1900 tokens, 4 MB, and ends early; every third stream is dropped before its end.
         settings = dict(max_new_tokens=1600 + i, temperature=0, stop="never" if i % 2 else None)
         if i % 3 == 0:
             next(chain.llm.generate(chain.prompt, stream=True, **settings))
@@ -655,7 +655,7 @@ def test_prompt_lookup_brings_three_tokens_a_round_where_the_target_repeats_a_pa
 
 
 def test_a_stop_string_that_is_a_special_token_stops(tmp_path: Path) -> None:
-    """A token that the model writes anyway is made special: then the ids hold it and the text does not."""
+    """A token of the text is made special: then the ids contain it and the text does not."""
     config = tiny_config()
     weights = lively_weights(config, seed=3)
     plain = SpecLLM.load(write_checkpoint(tmp_path / "plain", config, weights=weights), accelerator="cpu")
@@ -689,7 +689,7 @@ def test_threads_are_set_before_the_weights_are_laid_out() -> None:
         SpecLLM.load(threads=before + 1)
         assert torch.get_num_threads() == before + 1
         SpecLLM.load()
-        assert torch.get_num_threads() == before + 1  # None leaves them as they are
+        assert torch.get_num_threads() == before + 1  # None changes nothing
     finally:
         torch.set_num_threads(before)
     with pytest.raises(InputError, match="threads must be at least 1, got 0"):

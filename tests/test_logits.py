@@ -1,4 +1,4 @@
-"""Bias, bans and penalties: each row of a block sees its own past, and no text feels who drafted it."""
+"""Bias, bans and penalties: each row of a block uses its own past, and no text depends on the drafter."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def warped(scores: Tensor, sampling: Sampling) -> Tensor:
 def test_each_row_of_a_block_is_processed_as_transformers_does_with_all_before_it(given: dict[str, Any]) -> None:
     rules, generator = LogitsRules(**given), torch.Generator().manual_seed(3)
     for trial in range(8):
-        # Of three tokens at least: transformers overlooks a word that is longer than the text before it.
+        # At least three tokens: transformers ignores a word that is longer than the text before it.
         prompt = torch.randint(12, (trial + 3,), generator=generator).tolist()
         text = torch.randint(12, (trial,), generator=generator).tolist()
         # Words of the rules are completed within the block, across its border, and across the prompt's.
@@ -187,7 +187,7 @@ def test_rejection_has_the_law_of_the_processed_target(name: str) -> None:
         tokens = torch.cat(drawn)
         p = target.index_select(0, torch.cat((torch.tensor([first]), tokens))) + zero
         found = sampler.verify(p, inputs, tokens, concatenate(rows))
-        # What was not accepted is made up for by plain steps, of which those behind the text count for nothing.
+        # Rejected tokens are replaced by plain steps; steps after the end of the text are ignored.
         text = torch.where(torch.arange(count) <= found.accepted, found.tokens, -1)
         for i in range(1, count):
             before = text[:i]
@@ -275,7 +275,7 @@ def test_a_greedy_text_is_that_of_litgpts_model_and_transformers_processors() ->
         assert tokens_of(complete("draft_model", SAMPLINGS["greedy"], rules, new=24)[0]) == text
 
 
-def test_refused_proposals_leave_no_trace() -> None:
+def test_rejected_proposals_do_not_change_the_state() -> None:
     rules = LogitsRules({9: 1.0}, ((9, 9), (5, 9, 3)), 1.3, 0.4, 0.6)
     for sampling in SAMPLINGS.values():
         blocks, processor = complete("draft_model", sampling, rules, 7)
@@ -287,8 +287,8 @@ def test_refused_proposals_leave_no_trace() -> None:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_a_text_does_not_feel_the_rules_of_others(sampling: str) -> None:
-    """Texts of one kind are chosen together, those of others beside them."""
+def test_a_text_does_not_depend_on_the_rules_of_others(sampling: str) -> None:
+    """Texts of one kind are sampled together, texts of other kinds separately."""
     given = [LogitsRules(**(RULES["logit_bias"] | RULES["bad_words"] | {"presence_penalty": p})) for p in (0.1, 0.9)]
     given += [LogitsRules(**RULES["frequency_penalty"]), LogitsRules()]
     placed = place(TARGET, DRAFT)
@@ -308,8 +308,8 @@ def test_a_text_does_not_feel_the_rules_of_others(sampling: str) -> None:
     assert len({tuple(text) for text in alone}) == 4
 
 
-def test_rejection_believes_a_draft_that_is_the_target() -> None:
-    """Only where draft and target process alike is everything accepted."""
+def test_rejection_accepts_everything_from_a_draft_that_is_the_target() -> None:
+    """Everything is accepted only if draft and target process logits in the same way."""
     rules = LogitsRules({9: 1.0, 21: -2.0}, ((9, 9), (5, 9, 3)), 1.5, 0.5, 0.6)
     placed = place(TARGET, TARGET)
     chosen = make_drafter("draft_model", placed)

@@ -1,4 +1,4 @@
-"""A row's logits are the same to the last bit wherever it stands, whatever the others hold, however much is masked."""
+"""A row's logits have the same bits at every place in a block, for any other rows and any number of masked slots."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from litspec.model.mlp import activate, build_mlp
 
 WIDTHS = (2, 4, 5, 8, 16)
 DTYPES = (torch.float32, torch.bfloat16)
-# Short of the end of every K/V bucket up to 2,048, across it and behind it, so that live keys lie on both sides.
+# Before, across and after the end of every K/V bucket up to 2,048.
 # Each width takes every third of them, shifted, to keep the suite short; 1 runs them all (and all of them hold).
 STRIDE = 3
 POSITIONS = (61, 65, 125, 253, 385, 449, 509, 513, 1021, 1530, 1537, 2020)
@@ -54,7 +54,7 @@ def assert_rows_keep_their_bits(model: GPT, positions: tuple[int, ...] = POSITIO
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_row_keeps_its_bits_in_a_block_of_many_rows(name: str, width: int = 72) -> None:
-    """Such a block is as long as a chunk of a prompt, and still no chunk."""
+    """Such a block is as long as a chunk of a prompt, but is not run as one."""
     model = model_of(name, torch.float32)
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(VOCAB, (400,), generator=generator)
@@ -165,7 +165,7 @@ def test_weights_are_left_as_they_are_where_columns_do_not_pay(
 
 
 class ByCount(torch.nn.Linear):
-    """A layer whose result depends on how many rows it is given, as that of a library with kernels by shape does."""
+    """A layer whose result depends on the number of rows, as with libraries that choose kernels by shape."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * (1 + len(x) / 1000)

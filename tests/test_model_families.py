@@ -1,4 +1,4 @@
-"""Every family computes what its reference computes, whatever was refused on the way."""
+"""Every family computes the same as its reference, also after rejected rows."""
 
 from __future__ import annotations
 

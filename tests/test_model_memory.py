@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "bench_forward.py"
 
 @pytest.fixture(scope="module")
 def peak_bytes() -> Callable[[Callable[[], object]], int]:
-    """The benchmark's own measure of peak extra memory."""
+    """The benchmark's measurement of peak additional memory."""
     spec = importlib.util.spec_from_file_location("bench_forward", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     sys.modules["bench_forward"] = module  # dataclasses look their module up

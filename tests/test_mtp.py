@@ -40,7 +40,7 @@ def replay(layers: Mtp, kind: str, k: int, chunk: int | None = None) -> None:
     rounds = zip(*(RECORDED[f"{kind}.{name}"] for name in ("known", "drafts", "logits")))
     for known, drafts, logits in rounds:
         text.tell(int(known), chunk)
-        for _ in range(2):  # asking leaves no trace
+        for _ in range(2):  # proposing does not change the state
             found, numbers = text.propose(k)
             assert found == drafts[:k].tolist()
             torch.testing.assert_close(numbers, logits[:k], atol=1e-5, rtol=1e-5)
@@ -52,7 +52,7 @@ def replay(layers: Mtp, kind: str, k: int, chunk: int | None = None) -> None:
 @pytest.mark.parametrize("chunk", [None, 1, 4])
 @pytest.mark.parametrize("kind", ["layers", "short"])
 def test_drafts_of_three_layers_are_those_of_transformers_after_scripted_rounds(tmp_path, kind, chunk):
-    """Mixtures of experts, norms, biases and a rotary part, as GLM-4.5 has them; "short" has a prompt of one token."""
+    """Mixtures of experts, norms, biases and partial rotary as in GLM-4.5; "short" has a prompt of one token."""
     layers = load_mtp(write_folder(tmp_path, CONFIG, WEIGHTS), TARGET)
     assert (layers.taps, layers.max_k) == ((-1,), 3)
     replay(layers, kind, 3, chunk)
@@ -230,7 +230,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> SpecLLM:
     config = tiny_config(n_layer=3, block_size=1024)
     folder = tmp_path_factory.mktemp("target")
     weights = lively_weights(config)
-    # With a final norm of ones, states before and after it would look alike to a layer that norms them.
+    # With a final norm of ones, a layer that norms states could not distinguish those before and after it.
     weights["transformer.ln_f.weight"] = torch.rand(32, generator=torch.Generator().manual_seed(0)) + 0.1
     return SpecLLM.load(write_checkpoint(folder, config, weights=weights), drafter="none")
 
@@ -255,7 +255,7 @@ def states_of_litgpt(model: GPT, tokens: Sequence[int], normed: bool) -> Tensor:
 
 @pytest.mark.parametrize(("count", "normed"), [(1, True), (1, False), (2, True), (4, True), (8, False)])
 def test_after_rounds_drafts_are_those_of_a_fresh_pass_over_litgpt_s_states(llm, tmp_path, count, normed):
-    """States that are not the ones the layers want, rows of later layers left from refused drafts: all would differ."""
+    """Detects wrong states and stale rows of later layers from rejected drafts."""
     from litspec.testing import _Text
 
     model = llm.placed.model
@@ -280,7 +280,7 @@ def test_after_rounds_drafts_are_those_of_a_fresh_pass_over_litgpt_s_states(llm,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3, 8])
-def test_layers_keep_a_drafter_s_promises(llm: SpecLLM, tmp_path: Path, count: int) -> None:
+def test_layers_follow_the_drafter_protocol(llm: SpecLLM, tmp_path: Path, count: int) -> None:
     check_drafter(layers_for(llm, tmp_path, count), llm, rounds=5, draws=1024 if count == 3 else 0)
 
 
@@ -293,7 +293,7 @@ def test_a_prompt_that_the_target_knows_already_is_drafted_for_as_the_first_time
 
 def test_later_layers_that_keep_rows_of_refused_drafts_are_caught(llm: SpecLLM, tmp_path: Path) -> None:
     class Stale(Mtp):
-        """Believes the keys and values that later layers computed from drafts."""
+        """Keeps the keys and values that later layers computed from drafts."""
 
         drafting = False
 
@@ -317,7 +317,7 @@ def test_later_layers_that_keep_rows_of_refused_drafts_are_caught(llm: SpecLLM, 
                 buffer[:, :, start : start + old.size(2)] = old
             return result
 
-    layers = layers_for(llm, tmp_path, 3, std=0.6)  # so that attention weighs
+    layers = layers_for(llm, tmp_path, 3, std=0.6)  # so that attention matters
     layers.__class__ = Stale
     with pytest.raises(AssertionError, match="Rollback"):
         check_drafter(layers, llm, rounds=8, draws=0)

@@ -1,4 +1,4 @@
-"""The quickstart notebook runs from top to bottom, and a browser shows what a completion says of itself."""
+"""The quickstart notebook runs from top to bottom, and a browser renders completions correctly."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Probe(HTMLParser):
 
 
 def rendered(page: str, folder: Path) -> list[dict[str, Any]]:
-    """What headless Chromium makes of the completions on a page."""
+    """The completions on a page as rendered by headless Chromium."""
     path = folder / "page.html"
     path.write_text(page + PROBE, encoding="utf-8")
     flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"

@@ -1,4 +1,4 @@
-"""Where the weights live changes nothing but speed and memory."""
+"""The placement of the weights changes only speed and memory."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def write_pair(folder: Path, base: str, changes: dict[str, Any], idle_layers: in
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What the ranks are asked for, by name."""
+    """The cases that the ranks run, by name."""
     folder = tmp_path_factory.mktemp("pairs")
     pairs = {name: write_pair(folder / name, *shape) for name, shape in SHAPES.items()}
     cases = {name: {**pair, "generate": [GREEDY, COUPLED]} for name, pair in pairs.items()}
@@ -103,7 +103,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     cases["idle"] = {**llama, "generate": [GREEDY], "spoil": "idle"}
     cases["cut draft"] = {**qwen, "generate": [GREEDY, COUPLED], "load": {"draft_placement": "tensor_parallel"}}
     cases["early exit"] = {**llama, "generate": [GREEDY], "load": {"drafter": "early_exit", "exit_layer": 1}}
-    # A model with two layers of eight is worth its price as a draft, and would not be beside half a target.
+    # A draft with two of eight layers increases speed, but would not with half of the target's cost.
     small = write_pair(folder / "small draft", *SHAPES["llama"], idle_layers=6)
     cases["rejection"] = {**small, "generate": [REJECTION], "bytes_alone": True}
     config = Config.from_name(SHAPES["llama"][0], **SIZES | SHAPES["llama"][1])
@@ -234,7 +234,7 @@ def test_any_drafter_drafts_for_a_target_on_two_ranks(
 def test_with_the_rejection_sampler_two_ranks_choose_k_as_one_process_does(
     two: list[dict[str, Any]], alone: dict[str, Any]
 ) -> None:
-    """There the text depends on k, hence on what rounds are said to cost."""
+    """With this sampler the text depends on k, and so on the modelled costs."""
     assert alone["rejection"] == two[0]["rejection"] == two[1]["rejection"]
     assert all(text["proposed"] > 2 * text["rounds"] / 3 for text in alone["rejection"])
     assert any(0 < text["accepted"] < text["proposed"] for text in alone["rejection"])
@@ -427,7 +427,7 @@ class Copies(TorchDispatchMode):
 def test_a_forward_copies_the_rows_once_at_each_border_between_devices(cases: dict[str, dict[str, Any]]) -> None:
     checkpoint = open_checkpoint(cases["gemma-2"]["target"])
     model = load_sequential(checkpoint, [torch.device("cpu")] * 2, [1, 1], torch.float32)
-    # The meta device refuses to work with tensors of another: whatever was left behind would raise.
+    # The meta device raises for tensors of other devices, so a tensor that was not moved is detected.
     model.transformer.h[1].to("meta")
     cache = model.make_cache(100)
     with Copies() as copies:
@@ -544,7 +544,7 @@ def test_the_references_are_families_that_litgpt_reads() -> None:
 
 
 def test_a_process_that_ends_is_not_aborted_by_its_own_heartbeat() -> None:
-    # A thread that is within the store when the interpreter goes takes the process with it: exit code 134.
+    # A thread inside the store at interpreter exit would abort the process: exit code 134.
     code = (
         "import time, litspec.placement.heartbeat as heartbeat\n"
         "heartbeat.BEAT_SECONDS = 0.0\n"

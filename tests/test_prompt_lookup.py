@@ -23,7 +23,7 @@ def propose(text: list[int], k: int, **settings) -> list[int]:
 
 
 def search(text: list[int], k: int, max_ngram: int, min_ngram: int, stop_ids: tuple[int, ...]) -> list[int]:
-    """Every place of the text is looked at, for every length."""
+    """Searches every position of the text, for every length."""
     size = len(text)
     for n in range(max_ngram, min_ngram - 1, -1):
         for end in range(size - 1, n - 1, -1):
@@ -57,7 +57,7 @@ def test_finds_what_a_brute_force_search_finds(prompt, rounds, k, lengths, stop_
         text += block
         if ask_always or i == len(rounds):
             expected = search(text, k, most, least, stop_ids)
-            for _ in range(2):  # asking leaves no trace
+            for _ in range(2):  # proposing does not change the state
                 assert session.propose(text[-1], len(text) - 1, k).tokens.tolist() == expected
 
 

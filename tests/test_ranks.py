@@ -1,4 +1,4 @@
-"""Ranks start and end together: none waits without end, none is left, and the exit code is the table's."""
+"""Ranks start and end together: none waits forever, none remains, and the exit code is the documented one."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def commands(text: str) -> list[list[str]]:
         for line in code.replace("\\\n", " ").splitlines()
     ]
     # In line a command may go on in the next line of the page.
-    # A command's bare name is a word, not a call.
+    # A command's name alone is not a call.
     lines += [
         line
         for code in re.findall(r"`([^`]+)`", prose(text))
@@ -62,7 +62,7 @@ def commands(text: str) -> list[list[str]]:
 
 def parse(command: list[str]) -> None:
     """Raises SystemExit for flags that litspec does not have."""
-    # Elsewhere than in a clone's folder the clone is named; `...` stands for flags shown before.
+    # A path may begin with the clone's folder; `...` stands for flags shown before.
     words = [re.sub(r"^(litspec/)?config_hub/", f"{ROOT}/config_hub/", word) for word in command[1:] if word != "..."]
     build_parser().parse_args(joined(words, COMMANDS[words[0]]))
 
@@ -210,7 +210,7 @@ def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             lambda match: f"draft_dir={str(DEMO_DRAFT)!r}" if match.group(1) else repr(str(DEMO_TARGET)),
             code,
         )
-        exec(code, names)  # check_drafter in it raises where a promise is broken
+        exec(code, names)  # check_drafter in it raises for violations of the protocol
     if page.parent.name == "drafters":
         out = names["out"]
         plain = names["plain"].generate(out.prompt, max_new_tokens=len(out.token_ids), temperature=0.0)

@@ -1,4 +1,4 @@
-"""The shortest form against laws and loops that are not ours, and the engine against the shortest form."""
+"""`litspec.reference` compared with independent laws and loops, and the engine compared with it."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_its_sampled_texts_have_the_targets_law(k, sampler):
 
 
 def test_with_rejection_a_proposal_of_a_round_behind_a_refusal_leaves_no_trace_in_the_law():
-    # A draft that is sure of what the target hardly ever says: nearly every round ends with a refusal.
+    # The draft is certain of a token that the target rarely chooses, so nearly every round ends with a rejection.
     sure = torch.zeros(IDS, IDS, IDS)
     sure.scatter_(2, TARGET_TABLE.argmin(-1, keepdim=True), 6.0)
     texts = [
@@ -130,7 +130,7 @@ def test_with_rejection_a_proposal_of_a_round_behind_a_refusal_leaves_no_trace_i
     ]
     law = law_of(TARGET_TABLE, 2, 1.0, 3)
     assert follows(torch.tensor(texts), law)
-    # The third token's own law too, given the second: a refusal of one must not bend the other.
+    # Also the third token's law given the second: a rejection of one must not bias the other.
     for second in range(IDS):
         those = torch.tensor([text[2] for text in texts if text[1] == second])
         assert chi_square(those, law[:, second].sum(0)) > 1e-4
@@ -159,12 +159,12 @@ def test_a_budget_is_used_up_and_nothing_is_drafted_behind_it(sampling):
             sampler = make_sampler(sampling if sampling is not COUPLED else Sampling(sampler="coupled"), seed=new)
             text = reference.generate(table(TARGET_TABLE), draft, [0, 0], max_new_tokens=new, k=k, sampler=sampler)
             assert len(text) == new
-            # The last token is never drafted, and what would follow it neither: the input ends two before the last.
+            # The last token is never drafted, so the draft's longest input ends two tokens before the last.
             assert max(longest, default=0) <= 2 + new - 2
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, COUPLED, Sampling()], ids=["greedy", "coupled", "rejection"])
-def test_a_draft_that_is_the_target_is_believed_in_all(sampling):
+def test_a_draft_that_is_the_target_is_always_accepted(sampling):
     passes = []
 
     def target(tokens: torch.Tensor) -> torch.Tensor:

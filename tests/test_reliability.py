@@ -1,4 +1,4 @@
-"""Hostile files, links and settings: each gets a sentence, and nothing is run, followed, overwritten or built."""
+"""Malicious files, links and settings give an error, and nothing is run, followed, overwritten or built."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_what_lies_beside_the_out_file_and_is_no_jobs_is_refused_and_left_alone(
     precious.write_bytes(b"precious\n")
     if name != BESIDE[1]:
         assert job() == 0
-        (tmp_path / "o.jsonl").unlink()  # what else is there then is the start of a job
+        (tmp_path / "o.jsonl").unlink()  # the remaining files are the start of a job
     path.unlink(missing_ok=True)
     make = {"link": lambda: path.symlink_to(precious), "link to nothing": lambda: path.symlink_to(tmp_path / "new")}
     make |= {"pipe": lambda: os.mkfifo(path), "folder": path.mkdir, "text": lambda: path.write_bytes(b"precious\n")}
@@ -160,7 +160,7 @@ def test_a_file_that_may_not_be_read_is_named(
             raise PermissionError(13, "Permission denied", str(path))
         return opened(path, *rest)
 
-    monkeypatch.setattr(os, "open", refusing)  # permissions do not bind root
+    monkeypatch.setattr(os, "open", refusing)  # permissions do not apply to root
     with pytest.raises(InputError, match=f"{name}' cannot be read: Permission denied"):
         job()
 

@@ -1,4 +1,4 @@
-"""Statistics, tinted text and plots, against hand-worked rounds and what a parser, a terminal or a figure gets."""
+"""Statistics, coloured text and plots, compared with rounds worked by hand and with parsed output."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_tinted_text_is_legible_in_light_and_dark(ink: str, ground: str) -> None
     for _, tint in page.texts[0]:
         *rgb, alpha = matplotlib.colors.to_rgba(tint)
         blend = [alpha * c + (1 - alpha) * g for c, g in zip(rgb, matplotlib.colors.to_rgb(ground))]
-        assert contrast(ink, blend) > 4.5  # what WCAG 2 asks of text
+        assert contrast(ink, blend) > 4.5  # WCAG 2's minimum for text
     figure = plot_acceptance(BLOCKS, STATS)
     letters = figure.axes[0].xaxis.label.get_color()
     assert contrast(letters, matplotlib.colors.to_rgb(ground)) > 2.9

@@ -1,4 +1,4 @@
-"""Numbers of rows that have equal bits are found where they exist, and no others."""
+"""Exactly the row counts with equal bits are found."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 class ByRows(torch.nn.Linear):
-    """A layer whose sums depend on the number of rows, as those of a library that chooses kernels by shape do."""
+    """A layer whose sums depend on the number of rows, as with libraries that choose kernels by shape."""
 
     odd_ones: frozenset[int] = frozenset()
 
@@ -27,11 +27,11 @@ class ByRows(torch.nn.Linear):
 
 
 class Exact(ByRows):
-    """A layer whose rounded result no order of summing changes."""
+    """A layer whose rounded result does not depend on the order of summation."""
 
 
 def exact_model(name: str = "llama-3") -> GPT:
-    """A model whose products are exact; its attention is as it is everywhere."""
+    """A model with exact products and ordinary attention."""
     model = copy.deepcopy(model_of(name))
     for module in list(model.modules()):
         for child_name, child in module.named_children():
@@ -51,7 +51,7 @@ def rows_alone(model: GPT, text: torch.Tensor, position: int, n: int) -> torch.T
 
 
 class InFours(Exact):
-    """A layer that runs four rows at a time, and what is left over in another way."""
+    """A layer that computes tiles of four rows, and the remaining rows differently."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
@@ -59,7 +59,7 @@ class InFours(Exact):
         return torch.cat((y[:whole], y[whole:] * (1 + 1e-3)))
 
 
-def test_where_a_row_feels_its_place_the_next_number_of_rows_is_taken() -> None:
+def test_if_a_row_depends_on_its_place_the_next_row_count_is_used() -> None:
     model = exact_model()
     for block in model.transformer.h:
         block.mlp.proj.__class__ = InFours
@@ -69,7 +69,7 @@ def test_where_a_row_feels_its_place_the_next_number_of_rows_is_taken() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_number_that_is_found_gives_the_logits_of_the_most_rows(name: str, dtype: torch.dtype) -> None:
+def test_every_row_count_that_is_found_gives_the_logits_of_the_most_rows(name: str, dtype: torch.dtype) -> None:
     model = model_of(name, dtype)
     found = find_rows(model, 8)
     assert found[-1] == 8 and list(found) == sorted(set(found)) and found[0] >= 1
@@ -81,13 +81,13 @@ def test_every_number_that_is_found_gives_the_logits_of_the_most_rows(name: str,
 
 
 @pytest.mark.parametrize(("layer", "logits"), [("transformer.h.1.mlp.proj", False), ("lm_head", True)])
-def test_a_number_that_differs_in_one_layer_is_left_out(layer: str, logits: bool) -> None:
+def test_a_row_count_that_differs_in_one_layer_is_left_out(layer: str, logits: bool) -> None:
     model = exact_model()
     everywhere = set(find_rows(model, 8))
     assert len(everywhere) > 1
     differing = min(everywhere)
     model.get_submodule(layer).odd_ones = frozenset({differing})
-    # Blocks alike are tried once, in the first of them.
+    # Equal blocks are tried once, using the first.
     seen = logits or distinct_blocks(model) == 2
     assert set(find_rows(model, 8)) == (everywhere - {differing} if seen else everywhere)
 
@@ -123,7 +123,7 @@ def test_every_layer_of_a_large_model_is_packed(monkeypatch: pytest.MonkeyPatch)
 
 def test_one_row_is_a_class_of_its_own() -> None:
     assert find_rows(model_of("llama-3"), 1) == (1,)
-    # One row's attention runs other kernels, whatever a few random tokens show.
+    # Attention over one row uses other kernels, even if a few random tokens show no difference.
     assert 1 not in find_rows(exact_model(), 8)
     with pytest.raises(InputError, match="at least 1, got 0"):
         find_rows(model_of("llama-3"), 0)

@@ -1,4 +1,4 @@
-"""The headline: speculation changes the speed, never the text. On the embedded pair, to the bit."""
+"""The main claim: speculation changes the speed, never the text. On the embedded pair, to the bit."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_rejection_repeats_with_its_seed_and_a_further_prompt_changes_no_other(l
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
 def test_the_guarantee_rests_on_one_width_and_on_buckets(dtype: torch.dtype) -> None:
-    """Without them logits differ: with as many rows as there are proposals to verify, and with exact K/V lengths."""
+    """Logits differ with a variable number of rows and with exact K/V lengths."""
     torch.manual_seed(0)
     config = tiny_config(block_size=2048, n_embd=1024, n_head=16, n_query_groups=4, intermediate_size=2816)
     model = GPT(config).to(dtype).eval()
@@ -95,7 +95,7 @@ def test_the_guarantee_rests_on_one_width_and_on_buckets(dtype: torch.dtype) -> 
 
         bucket = cache.bucket(position + width)
         guaranteed = first_row(width, bucket)
-        # What is guaranteed: the row does not see who stands beside it.
+        # Guaranteed: a row does not depend on the other rows.
         junk = block.clone()
         junk[0, 1:] = 7
         assert torch.equal(first_row(width, bucket, junk), guaranteed)
@@ -103,5 +103,5 @@ def test_the_guarantee_rests_on_one_width_and_on_buckets(dtype: torch.dtype) -> 
         by_length += not torch.equal(first_row(width, position + width), guaranteed)
         by_both += not torch.equal(first_row(1, position + 1), guaranteed)
     assert by_both > 0 and by_length > 0
-    # In bf16 some processors round a product of one row and one of eight alike.
+    # In bf16 some processors round products of one row and of eight rows equally.
     assert by_width > 0 or dtype is torch.bfloat16

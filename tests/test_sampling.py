@@ -1,4 +1,4 @@
-"""Samplers: their laws on table models, against closed forms, and what they promise beside the law."""
+"""Samplers: their laws on table models, compared with closed forms, and their other guarantees."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def two_tokens(target: Sampler, draft: Drafter, times: int, m: int = 2) -> Tenso
         m: Proposals in the first round.
     """
     p_table, q_table = table(VOCAB + 1, VOCAB, seed=11), table(VOCAB + 1, VOCAB, seed=12)
-    begin = torch.tensor(VOCAB)  # stands for the prompt
+    begin = torch.tensor(VOCAB)  # represents the prompt
 
     def one(zero: Tensor) -> Tensor:
         last, proposal, rows = begin.view(1), [], []
@@ -200,7 +200,7 @@ def two_tokens(target: Sampler, draft: Drafter, times: int, m: int = 2) -> Tenso
         q = None if rows[0] is None else concatenate(rows)
         p = p_table.index_select(0, torch.cat((begin.view(1), tokens))) + zero
         verified = target.verify(p, 0, tokens, q)
-        # Where the first proposal was refused the second token takes a round of its own.
+        # If the first proposal was rejected, the second token needs another round.
         plain = target.verify(p_table.index_select(0, verified.tokens[:1]) + zero, 1, tokens[:0]).tokens
         return torch.cat((verified.tokens[:1], torch.where(verified.accepted > 0, verified.tokens[1:2], plain)))
 
@@ -213,7 +213,7 @@ def law_of_two_tokens(sampling: Sampling) -> Tensor:
 
 
 def honest(sampler: Sampler) -> Drafter:
-    """Draws from the draft's processed distribution and says so: what a draft model does."""
+    """Draws from the draft's processed distribution and reports it, like a draft model."""
     return lambda logits, zero, i: sampler.draw(logits, i)
 
 
@@ -295,8 +295,8 @@ def test_a_draft_equal_to_the_target_is_always_accepted() -> None:
         assert (repeat(one, 5_000) == 2).all()
 
 
-def test_where_nothing_of_the_residual_is_left_the_target_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    # p and q are equal, and yet the proposal is refused, as rounding may bring about.
+def test_if_the_residual_is_zero_the_token_is_drawn_from_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    # p and q are equal, but the proposal is rejected, as may happen by rounding.
     monkeypatch.setattr(Rejection, "_noise", lambda *_: torch.rand(2, 3) + torch.tensor([0.0, 2.0, 0.0]))
     torch.manual_seed(10)
     logits = table(1, VOCAB, seed=7)
@@ -313,7 +313,7 @@ def test_where_nothing_of_the_residual_is_left_the_target_decides(monkeypatch: p
 
 
 def block_rule(p: Tensor, q: Tensor) -> tuple[float, float]:
-    """Tokens accepted of a proposal, expected: together, and one by one. By going through all proposals.
+    """Expected number of accepted tokens, jointly and token by token, by enumerating all proposals.
 
     Algorithm 2 of Sun et al. 2024 (arXiv 2403.10444) and the rule of Leviathan et al. 2023, written down in loops, for
     rows p (m + 1, V) and q (m, V) that do not depend on the tokens before.
@@ -356,7 +356,7 @@ def test_proposals_are_accepted_together_as_often_as_published_and_more_often_th
     assert together >= one_by_one - 1e-6
 
 
-def test_a_token_that_the_target_never_chooses_is_refused_whatever_the_drafter_says_of_it() -> None:
+def test_a_token_of_target_probability_zero_is_rejected_for_every_reported_q() -> None:
     p, q = table(3, VOCAB, seed=4), table(2, VOCAB, seed=5)
     p[:, 3] = -math.inf
     q[:, 3] = -math.inf
@@ -431,11 +431,11 @@ def test_a_uniform_number_next_to_1_draws_a_token_that_exists(monkeypatch: pytes
 # The checks can fail
 
 
-def test_the_check_sees_a_bias_of_two_percent() -> None:
+def test_the_check_detects_a_bias_of_two_percent() -> None:
     torch.manual_seed(13)
     for sampling in SETTINGS.values():
         law = law_of_two_tokens(sampling)
-        # Moves 2 % of all mass from the likeliest first token to the others.
+        # Moves 2 % of the probability mass from the most likely first token to the others.
         first = law.sum(1)
         shift = first / (1 - first.max())
         shift[first.argmax()] = -1
@@ -551,7 +551,7 @@ def test_the_noise_of_other_positions_ids_and_seeds_is_uncorrelated() -> None:
             x = noise[a, max(0, dp) : 300 + min(0, dp), di:]
             y = noise[b, max(0, -dp) : 300 + min(0, -dp), : 300 - di]
             worst = max(worst, abs((x * y).mean().item()) * 12 * math.sqrt(x.numel()))
-    # The greatest of 6,876 standard normal numbers is above 5.5 once in 4,000 times.
+    # The maximum of 6,876 standard normal numbers is above 5.5 with probability 1 / 4,000.
     assert worst < 5.5
 
 
@@ -691,9 +691,7 @@ def test_a_ban_leaves_the_law_of_the_other_tokens(sampling: Sampling) -> None:
 @each_sampler
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("top_k", [None, 4])
-def test_logits_that_are_no_numbers_are_flagged_and_give_ids_that_exist(
-    name: str, bad: float, top_k: int | None
-) -> None:
+def test_logits_that_are_not_finite_are_flagged_and_give_valid_ids(name: str, bad: float, top_k: int | None) -> None:
     for top_p in (1.0, 0.9):
         for row in range(3):
             logits = table(3, VOCAB, seed=40)
@@ -711,7 +709,7 @@ def test_logits_that_are_no_numbers_are_flagged_and_give_ids_that_exist(
         assert not sampler.verify(logits, 0, torch.tensor([1, 2]), q).finite
 
 
-def test_a_proposal_distribution_that_is_no_number_is_flagged() -> None:
+def test_a_proposal_distribution_that_is_not_finite_is_flagged() -> None:
     logits = table(2, VOCAB, seed=40)
     q = Distribution(torch.full((1, VOCAB), math.nan))
     assert not Rejection(Sampling()).verify(logits, 0, torch.tensor([1]), q).finite
@@ -719,7 +717,7 @@ def test_a_proposal_distribution_that_is_no_number_is_flagged() -> None:
 
 @pytest.mark.parametrize("vocab", [8, 1_000, 50_000])
 @pytest.mark.parametrize("step", [0.0, 0.5], ids=["all different", "with many ties"])
-def test_a_row_does_not_depend_on_the_rows_beside_it(vocab: int, step: float) -> None:
+def test_a_row_does_not_depend_on_adjacent_rows(vocab: int, step: float) -> None:
     rows = 9
     block = table(1, rows + 3, vocab, seed=50)
     if step:
@@ -761,7 +759,7 @@ def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(sampler: st
     logits, q_logits = table(64, 6, VOCAB, seed=70), table(64, 5, VOCAB, seed=71)
 
     def run(seed: int) -> list[list[int]]:
-        torch.rand(3)  # the global generator takes no part
+        torch.rand(3)  # the global generator is not used
         chosen, out = make_sampler(Sampling(sampler=sampler), seed=seed), []
         for i in range(64):
             drawn = [chosen.draw(q_logits[i, j : j + 1], 6 * i + j) for j in range(5)]

@@ -15,7 +15,7 @@ PROMPT_SIZE = 3
 
 
 def reference(stream: Sequence[int], budget: int, stops: Sequence[Sequence[int]], ignore_first: int) -> tuple:
-    """The text, why it ended, and the tokens it took to know: token by token, from the definition."""
+    """The text, its finish reason, and the tokens needed to find it, by definition, token by token."""
     for n in range(1, budget + 1):
         found = [s for s in stops if n - len(s) >= ignore_first and list(stream[n - len(s) : n]) == list(s)]
         if found:
@@ -25,14 +25,14 @@ def reference(stream: Sequence[int], budget: int, stops: Sequence[Sequence[int]]
 
 @dataclass
 class Script:
-    """A target that says `stream`, and a drafter of which it accepts `accepts[round]` tokens where it may.
+    """A target whose text is `stream`; in each round it accepts up to `accepts[round]` proposals.
 
     Records what each round was asked for: the last token, its position, and how many proposals it may use.
     """
 
     stream: Sequence[int]
     accepts: Sequence[int] = (0,)
-    withholds: Sequence[int] = (0,)  # proposals that a round does without, though it may make them
+    withholds: Sequence[int] = (0,)  # number of allowed proposals that a round does not make
     asked: list[tuple[int, int, int]] = field(default_factory=list)
     rounds: list[tuple[int, int, int]] = field(default_factory=list)  # first token, proposed, accepted
 
@@ -134,7 +134,7 @@ def test_proposals_and_acceptances_count_up_to_the_end_of_the_text(case: tuple) 
     assert (blocks[0].proposed, blocks[0].accepted) == (0, 0)
     drafted = [False]
     for block, (begin, proposed, accepted) in zip(blocks[1:], script.rounds):
-        # Proposal i stands at completion index begin + i. Where the text ends is known in the last round only.
+        # Proposal i is at completion index begin + i. The end of the text is known only in the last round.
         end = needed if block is blocks[-1] else begin + proposed
         assert block.proposed == sum(begin + i < end for i in range(proposed))
         assert block.accepted == sum(begin + i < end for i in range(accepted))
@@ -154,7 +154,7 @@ def test_a_hand_worked_text() -> None:
         Block([2, 3, 4, 5], [True, True, True, False], round=1, proposed=3, accepted=3, finish_reason=None),
         # The 7 may begin the stop: held back.
         Block([], [], round=2, proposed=3, accepted=0, finish_reason=None),
-        # It did not: it comes with the next round's, of which the last 7 is held back.
+        # It did not, so it comes with the next round's tokens, whose last 7 is held back.
         Block([7, 6, 7], [False, True, True], round=3, proposed=3, accepted=2, finish_reason=None),
         # 8 completes the stop; of three proposals, all right, only that one lies before the end of the text.
         Block([], [], round=4, proposed=1, accepted=1, finish_reason="stop"),
@@ -204,7 +204,7 @@ def test_one_token_of_room_needs_no_round() -> None:
 
 
 def test_a_round_that_brings_more_than_there_is_room_for_is_cut() -> None:
-    # As with a replaced `speculative_decoding` that does not look at k.
+    # As with a replaced `speculative_decoding` that ignores k.
     seven = Text(PROMPT_SIZE, PROMPT_SIZE + 7, StopTokens())
     blocks = [seven.commit([1])]
     while not seven.finished:

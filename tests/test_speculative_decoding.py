@@ -29,7 +29,7 @@ GREEDY = {"temperature": 0.0}
 class Model(nn.Module):
     """Any model with LitGPT's forward: logits from the position and the tokens fed so far, which is its cache.
 
-    A refused draft stays in the cache until it is overwritten, as keys and values do.
+    A rejected draft stays in the cache until it is overwritten, as keys and values do.
     """
 
     def __init__(self, vocab: int, max_seq_length: int = 64) -> None:
@@ -57,7 +57,7 @@ class Model(nn.Module):
 
 
 class Says(Model):
-    """Says a text by heart, whatever it is told: after position i comes `text[i + 1]`."""
+    """Has a fixed text: the token after position i is `text[i + 1]` for every input."""
 
     def __init__(self, text: Sequence[int], vocab: int = 10, **kwargs: Any) -> None:
         super().__init__(vocab, **kwargs)
@@ -219,7 +219,7 @@ def test_without_a_stop_the_text_has_the_length_asked_for(draft_says: list[int],
         draft, target = Says(draft_says), Says(TEXT)
         tokens, _ = generate(draft, target, prompt_of(0, 1), max_returned_tokens, speculative_k=k, **GREEDY)
         assert tokens.tolist() == TEXT[:max_returned_tokens]
-        # Nothing is fed that could not be used, so a cache of one token less than the text is enough.
+        # The last token is never run, so a cache with one token less than the text is enough.
         fed = [position for model in (draft, target) for _, positions in model.calls for position in positions]
         assert max(fed) <= max_returned_tokens - 2
 
@@ -312,7 +312,7 @@ def test_a_draft_with_the_targets_weights_is_always_right() -> None:
 
 
 def test_a_draft_is_accepted_iff_it_is_the_argmax_of_the_target() -> None:
-    # The target gives the draft's token more probability than the draft does, and yet it is not the likeliest.
+    # The target gives the draft's token a higher probability than the draft does, but it is not the argmax.
     draft, target = Says([0, 1, 1, 1]), Says([0, 2, 2, 2])
     draft.logits = lambda positions: torch.tensor([[0.0, 0.2, 0.1, 0.1]]).expand(len(positions), -1)
     target.logits = lambda positions: torch.tensor([[0.0, 2.0, 2.1, 0.0]]).expand(len(positions), -1)
@@ -425,7 +425,7 @@ class Chain(nn.Module):
         self.known = vocab
 
     def forward(self, idx: Tensor, input_pos: Tensor, input_pos_maxp1: None = None) -> Tensor:
-        # An id that it does not have, of a target that has more, is taken for one that it has.
+        # Ids of the target that it does not have are replaced by one that it has.
         return self.tables[input_pos.clamp_max(2), idx % self.known]
 
     def law(self, sampling: dict[str, Any]) -> Tensor:
@@ -435,7 +435,7 @@ class Chain(nn.Module):
 
 
 def three_tokens(draft: Chain, target: Chain, k: int, sampling: dict[str, Any], times: int = 50_000) -> Tensor:
-    """The first three tokens of so many texts, by as many rounds of the module as that takes: (times, 3)."""
+    """The first three tokens of many texts, generated with rounds of the module: (times, 3)."""
     sampler = module._sampler(**sampling)
     module._seen_vocab_sizes[target] = target.known  # as after a prefill
 
@@ -506,7 +506,7 @@ class Triples(Model):
 
 
 def triples(times: int, k: int, sampling: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """So many triples out of one text by `generate`, (times, 3), and the target's law."""
+    """Many triples out of one text by `generate`, (times, 3), and the target's law."""
     torch.manual_seed(1)
     draft, target = Triples(times, seed=1), Triples(times, seed=2)
     tokens, rate = generate(
@@ -547,7 +547,7 @@ def test_models_padded_to_other_vocabulary_sizes_work(
     draft = tiny_gpt(1, padded_vocab_size=draft_vocab)
     target = tiny_gpt(2, padded_vocab_size=target_vocab)
     torch.manual_seed(0)
-    # The padding of the draft says it is likely, which it never is: what must not be proposed would be.
+    # The draft's padding ids have high logits, so that proposing one would be detected.
     draft.lm_head.weight.data[40:] *= 10
     if target_vocab > draft_vocab:
         # Ids that only the target has cannot be fed to the draft, which LitGPT's tokenizers never give; so none here.
@@ -668,11 +668,11 @@ def test_the_functions_of_a_round_check_their_settings_too() -> None:
 @pytest.mark.parametrize("sampling", [GREEDY, {}, {"top_k": 3}, {"temperature": 0.5, "top_p": 0.9}])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize(
-    # After a round that was accepted as a whole the draft sees its last proposal, at position 5, but nobody its logits.
+    # After full acceptance the draft runs its last proposal, at position 5, but its logits are not used.
     ("name", "position"),
     [("draft", i) for i in (1, 2, 3, 4, 6, 7, 8)] + [("target", i) for i in range(1, 9)],
 )
-def test_logits_that_are_no_numbers_raise_and_name_model_and_position(
+def test_logits_that_are_not_finite_raise_and_name_model_and_position(
     name: str, position: int, bad: float, sampling: dict[str, Any]
 ) -> None:
     text = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
@@ -723,7 +723,7 @@ SOFTCAP = {"attention_logit_softcapping": 50.0}
 )
 @pytest.mark.parametrize("role", ["draft", "target"])
 @pytest.mark.parametrize("lora", [False, True])
-def test_litgpt_models_whose_caches_cannot_take_back_a_draft_are_refused(
+def test_litgpt_models_whose_caches_do_not_support_rejection_are_refused(
     kwargs: dict[str, Any], reason: str, role: str, lora: bool
 ) -> None:
     bad = gemma_like(litgpt.lora.GPT, litgpt.lora.Config, **kwargs) if lora else gemma_like(**kwargs)
@@ -763,7 +763,7 @@ def test_what_the_refusal_says_to_load_instead_gives_the_text_of_the_uncached_mo
 
 @pytest.mark.parametrize("k", [0, 3])
 @pytest.mark.parametrize("sampling", [GREEDY, {}])
-def test_ids_that_the_draft_lacks_are_harmless(k: int, sampling: dict[str, Any]) -> None:
+def test_ids_that_the_draft_lacks_are_supported(k: int, sampling: dict[str, Any]) -> None:
     """In the prompt, and said by the target."""
     draft, target = tiny_gpt(1, padded_vocab_size=40), tiny_gpt(2, padded_vocab_size=64)
     target.lm_head.weight.data[40:] *= 10

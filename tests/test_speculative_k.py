@@ -1,4 +1,4 @@
-"""The choice of k in rounds that are played on paper: against the best k there is, the closed form, and its bounds."""
+"""The choice of k in simulated rounds, compared with the best fixed k, the closed form, and bounds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROFILES: dict[str, list[float]] = {
     "falling": [0.9, 0.8, 0.7, 0.5, 0.3, 0.2, 0.1],
     "rising": [0.5, 0.7, 0.8, 0.9, 0.9, 0.9, 0.9],
 }
-# What a draft adds, and what a further row adds, in verifications of one row.
+# Cost of a draft, and of an additional row, relative to a verification of one row.
 COSTS = [(0.02, 0.05), (0.05, 0.12), (0.1, 0.0), (0.2, 0.05), (0.4, 0.0)]
 STEP_COSTS = [0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8]
 
@@ -41,7 +41,7 @@ def tokens_of_round(a: float, k: int) -> float:
 
 
 class Play:
-    """A text decoded on paper.
+    """A simulated text.
 
     Attributes:
         tokens, cost: What its rounds brought and took.
@@ -71,7 +71,7 @@ class Play:
 
 
 def speed(make: Callable[[], SpeculativeK], profile: Sequence[float], of: RoundCosts, *, texts: int = 100) -> float:
-    """Tokens per cost of many texts of 64 tokens, each with a choice of its own."""
+    """Tokens per cost of many texts of 64 tokens, each with its own `AdaptiveK`."""
     plays = [Play(make(), profile, of, seed=seed) for seed in range(texts)]
     return sum(play.tokens for play in plays) / sum(play.cost for play in plays)
 
@@ -119,7 +119,7 @@ def test_within_a_text_of_64_tokens_it_comes_within_5_percent_of_the_best_k(prof
 
 @pytest.mark.parametrize("row", [0.0, 0.12])
 @pytest.mark.parametrize("step", [*STEP_COSTS, 1.0, 2.0])
-def test_a_hopeless_drafter_costs_at_most_3_percent_over_300_tokens(step, row):
+def test_a_bad_drafter_costs_at_most_3_percent_over_300_tokens(step, row):
     of = costs(step, row)
     play = Play(adaptive(of), [0.0] * MOST, of, tokens=301)
     assert play.tokens == 300
@@ -142,22 +142,22 @@ def test_a_long_text_comes_near_the_closed_form_optimum(a, step):
     assert sum(play.tokens for play in plays) / sum(play.cost for play in plays) >= 0.93 * best
 
 
-def test_a_drafter_that_grows_good_is_found_out():
+def test_a_drafter_that_becomes_good_is_used_again():
     of = costs(0.1)
-    # Where the one proposal that asks again is refused by bad luck, the next comes late; that is one case in ten.
+    # If the single probe is rejected by chance, the next one comes late; this is one case in ten.
     plays = [
         Play(adaptive(of), lambda seen: 0.0 if seen < 200 else 0.9, of, tokens=600, seed=seed) for seed in range(9)
     ]
     assert sorted(sum(k >= 3 for k in play.ks) for play in plays)[2] > 30
 
 
-def test_a_drafter_that_grows_hopeless_is_left():
+def test_a_drafter_that_becomes_bad_is_no_longer_used():
     of = costs(0.1)
     ks = Play(adaptive(of), lambda seen: 0.9 if seen < 200 else 0.0, of, tokens=600).ks
     assert sum(k > 0 for k in ks[-200:]) < 20
 
 
-def test_probes_come_ever_more_seldom():
+def test_probes_become_less_frequent():
     of = costs(0.3)
     ks = Play(adaptive(of), [0.0] * MOST, of, tokens=600).ks
     probes = [i for i, k in enumerate(ks) if k and i > 20]
@@ -170,7 +170,7 @@ def test_a_draft_as_costly_as_a_verification_is_never_tried():
     assert set(Play(adaptive(of), [1.0] * MOST, of).ks) == {0}
 
 
-def test_rounds_that_are_cut_short_by_the_drafter_do_no_harm():
+def test_rounds_with_fewer_proposals_than_k_do_not_bias_the_estimate():
     choice = adaptive(costs(0.1))
     before = choice.speeds()
     for _ in range(50):
@@ -195,7 +195,7 @@ def test_no_clock_is_read(monkeypatch):
 
 
 def carried_over(profile: str, of: RoundCosts) -> list[float]:
-    """Tokens per cost of first texts, and of those that go on with what they have learnt."""
+    """Tokens per cost of first texts, and of texts that start with the estimate of the previous one."""
     first, later = [], []
     for number in range(60):
         acceptance = Acceptance(MOST)
@@ -208,20 +208,20 @@ def carried_over(profile: str, of: RoundCosts) -> list[float]:
 @pytest.mark.parametrize(
     ("profile", "step", "row"), [("0.1", 0.2, 0.05), ("0.3", 0.1, 0.05), ("0.9", 0.4, 0.0), ("falling", 0.02, 0.05)]
 )
-def test_what_one_text_has_learnt_helps_the_next(profile, step, row):
-    # Where the belief that a first text begins with leads to another k than the best.
+def test_the_estimate_of_one_text_helps_the_next(profile, step, row):
+    # Cases in which the prior leads to a k that is not the best.
     first, later = carried_over(profile, costs(step, row))
     assert later > 1.005 * first
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_what_one_text_has_learnt_costs_the_next_at_most_3_percent(profile):
+def test_the_estimate_of_one_text_costs_the_next_at_most_3_percent(profile):
     for step, row in COSTS:
         first, later = carried_over(profile, costs(step, row))
         assert later > 0.97 * first, (step, row)
 
 
-def test_a_hopeless_drafter_is_known_to_the_next_text():
+def test_a_bad_drafter_is_not_tried_first_in_the_next_text():
     of, acceptance = costs(0.3), Acceptance(MOST)
     Play(adaptive(of, acceptance), [0.0] * MOST, of, tokens=300)
     assert sum(k > 0 for k in Play(adaptive(of, acceptance), [0.0] * MOST, of, tokens=100).ks) <= 1

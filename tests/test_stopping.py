@@ -1,4 +1,4 @@
-"""Where a text ends: each matcher against the definition, looked up by brute force."""
+"""Where a text ends: each matcher compared with a brute-force search by definition."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_an_empty_stop_is_refused() -> None:
 
 
 class Bytes:
-    """A detokenizer from the definition: whole characters only, everything decoded anew each time."""
+    """A detokenizer by definition: whole characters only; decodes everything again each time."""
 
     def __init__(self, vocabulary: Sequence[bytes]) -> None:
         self._vocabulary = vocabulary
@@ -215,7 +215,7 @@ def test_stop_strings_are_found_however_the_text_is_cut_into_tokens(
 @pytest.fixture(scope="module")
 def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """A byte-level BPE tokenizer as LitGPT reads it, with the pieces of `VOCABULARY` in that order."""
-    letters = {0xC3: "Ã", 0xA9: "©"}  # what a byte-level tokenizer writes for bytes that are no ASCII
+    letters = {0xC3: "Ã", 0xA9: "©"}  # a byte-level tokenizer's characters for non-ASCII bytes
     spelled = ["".join(letters.get(byte, chr(byte)) for byte in piece) for piece in VOCABULARY]
     model = models.BPE(vocab={piece: i for i, piece in enumerate(spelled)}, merges=[])
     tokenizer = tokenizers.Tokenizer(model)
@@ -247,7 +247,7 @@ def test_one_stop_string_ends_the_text_where_str_find_finds_it(stream: list[int]
 
 
 class AtTheEnd(Bytes):
-    """A detokenizer that is sure of nothing before the end, as with decoders that look at all tokens at once."""
+    """A detokenizer that releases nothing before the end, as with decoders that need all tokens at once."""
 
     def _decode(self, ids: Sequence[int]) -> str:
         return super()._decode(ids) if self._final else ""
@@ -267,7 +267,7 @@ def test_at_the_end_stop_strings_are_found_in_what_was_held_back(
     floor = len(whole._decode(stream[:ignore_first]))
     whole._final = True
     text = whole._decode(stream)
-    # What was released before holds no stop, so one that is there ends in what is new.
+    # The text released before has no stop, so a stop must end in the new part.
     starts = [at for at in range(floor, len(text)) if any(text.startswith(s, at) for s in strings)]
     if not starts or len(stream) <= ignore_first:
         assert matcher.finish() is None
@@ -376,7 +376,7 @@ def test_a_stop_that_names_special_tokens_is_found_where_the_tokenizer_spells_it
             return
         assert verdict.end is None and not matcher.found
         if end is not None:
-            assert matcher.safe_chars <= len(before)  # nothing is let go that the stop will take back
+            assert matcher.safe_chars <= len(before)  # no text is released that a stop removes later
     assert end is None
 
 

@@ -1,4 +1,4 @@
-"""Imports point down, and one file knows about compiling."""
+"""No import cycles, and only one file uses the compiler."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODULES = {module_name(path): path for path in ROOT.rglob("*.py")}
 
 
 def imports_when_loaded(nodes: list[ast.stmt]) -> Iterator[str]:
-    """What a module imports when it is loaded: not within functions, not for type checkers."""
+    """The imports of a module at load time: not within functions, not for type checkers."""
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -45,28 +45,28 @@ def graph(modules: dict[str, str]) -> dict[str, set[str]]:
     }
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
+def test_there_are_no_import_cycles() -> None:
     sources = {name: path.read_text(encoding="utf-8") for name, path in MODULES.items()}
     assert len(sources) > 40 and "litspec.engine.target" in graph(sources)["litspec.engine.engine"]
     TopologicalSorter(graph(sources)).prepare()
 
 
-def test_a_circle_would_be_found() -> None:
+def test_a_cycle_would_be_detected() -> None:
     with pytest.raises(CycleError):
         TopologicalSorter(graph({"a": "import b", "b": "if True:\n    from c import d", "c": "import a"})).prepare()
     TopologicalSorter(graph({"a": "import b", "b": "def f():\n    import a"})).prepare()
 
 
-def test_one_file_knows_torch_compile() -> None:
+def test_only_one_file_uses_torch_compile() -> None:
     words = ("torch.compile", "torch._dynamo", "torch._inductor")
     knowing = {path.name for path in MODULES.values() if any(word in path.read_text() for word in words)}
-    # The second tells what the flag does.
+    # config.py has the help of the flag.
     assert knowing == {"runner.py", "config.py"}
 
 
 @pytest.mark.slow
 def test_every_module_can_be_imported_first() -> None:
-    # In fresh interpreters, as a circle shows only to who begins at the wrong end.
+    # In new interpreters, since a cycle fails only for some orders of import.
     code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)"
     first = ["litspec.engine.speculate", "litspec.drafters"]
     for name in first:

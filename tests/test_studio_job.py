@@ -29,7 +29,7 @@ spec.loader.exec_module(studio_job)
 
 
 def run_alone(prelude: str, *args: str, home: Path) -> subprocess.CompletedProcess:
-    """The script in a process of its own, after `prelude`, for a user who never logged in."""
+    """Runs the script in a separate process, after `prelude`, for a user who is not logged in."""
     code = f"{prelude}\nimport runpy, sys\nsys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("LIGHTNING_")} | {"HOME": str(home)}
     command = [sys.executable, "-c", code, str(SCRIPT), *args]
@@ -44,7 +44,7 @@ def dry_run(capsys, *args: str, flags: list[str] = FLAGS + OUT) -> dict:
 def refusal(capsys, *args: str, flags: list[str] = FLAGS + OUT) -> str:
     """The sentence of a run that must end with 2 and submit nothing."""
     with mock.patch.object(lightning_sdk.Job, "run") as submitted:
-        # Replacing `run` hides its signature; what is refused here is refused before that.
+        # Replacing `run` hides its signature, but these errors are raised before that.
         submitted.__signature__ = inspect.signature(lightning_sdk.Job.run)
         assert studio_job.main([*args, "--", *flags]) == 2
     assert not submitted.called

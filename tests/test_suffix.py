@@ -63,10 +63,10 @@ def last_place(run: Sequence[int], texts: Sequence[Sequence[int]]) -> tuple[int,
 
 
 def follower(run: Sequence[int], texts: Sequence[Sequence[int]], goes_on: bool) -> tuple[int, float] | None:
-    """What followed a run most often, of several what followed it last, and its share.
+    """The most frequent next token of an n-gram (the most recent in a tie), and its relative frequency.
 
     Args:
-        goes_on: The last of the texts is not at its end: what it ends with now is no place where nothing followed.
+        goes_on: Whether the last text is unfinished; then its end does not count as an occurrence.
     """
     after = {t for text in texts for t in text if count([*run, t], texts)}
     if not after:
@@ -79,7 +79,7 @@ def follower(run: Sequence[int], texts: Sequence[Sequence[int]], goes_on: bool) 
 def expected(
     text: Sequence[int], texts: Sequence[Sequence[int]], k: int, depth: int, goes_on: bool
 ) -> tuple[list[int], float, int]:
-    """The best path by the formula of the paper, its score and match; then it goes on behind its longest known end."""
+    """The best path by the paper's formula, its score and match; then continued after its longest known suffix."""
     factor, offset, least = 2.0, 5.0, 0.1
     best: tuple[list[int], float, float, int] = ([], 0.0, 1.0, 0)
 
@@ -142,7 +142,7 @@ def test_finds_what_a_brute_force_count_finds(earlier, prompt, rounds, k, sampli
             tokens = other[0]
     if any(token in stop_ids for token in tokens):
         tokens = tokens[: next(j for j, token in enumerate(tokens) if token in stop_ids) + 1]
-    for _ in range(2):  # asking leaves no trace
+    for _ in range(2):  # proposing does not change the state
         assert propose(session, text, k) == tokens
 
 
@@ -214,7 +214,7 @@ def test_a_text_is_remembered_once_however_often_it_is_closed():
     assert drafter._earlier.trees[0]._counts[0] == 2
 
 
-def test_many_threads_may_draft_and_end_texts_at_once():
+def test_many_threads_may_draft_and_end_texts_concurrently():
     drafter = Suffix(7)
     outputs = [[(i * 7 + j * j) % 50 for j in range(60)] for i in range(8)]
     wrong: list[list[int]] = []
@@ -277,7 +277,7 @@ def test_impossible_settings_are_refused_with_a_sentence(settings, sentence):
 
 
 def tokens_per_round(drafter: Drafter, texts: Sequence[tuple[str, str]], k: int = 7) -> list[float]:
-    """Of texts that the target is known to write, one after the other, by bytes."""
+    """Simulates consecutive texts of a target with known output, with bytes as tokens."""
     result = []
     for prompt, output in texts:
         tokens, n = list((prompt + output).encode()), len(prompt.encode())
@@ -346,7 +346,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> SpecLLM:
     return SpecLLM.load(write_checkpoint(folder, config, weights=lively_weights(config)), drafter="suffix")
 
 
-def test_it_is_chosen_by_name_and_keeps_a_drafter_s_promises(llm: SpecLLM) -> None:
+def test_it_is_chosen_by_name_and_follows_the_drafter_protocol(llm: SpecLLM) -> None:
     assert isinstance(llm.drafter, Suffix) and llm.drafter.max_k == llm.verify_width - 1
     check_drafter(llm.drafter, llm, rounds=4, draws=0)
 

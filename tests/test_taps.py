@@ -1,4 +1,4 @@
-"""Heads where states reach them by other ways than one text from its beginning: reused prefixes, batches, long prompts.
+"""Heads with reused prefixes, batches and long prompts.
 
 Verification hides wrong drafts, so what is compared is drafts: with those of a fresh session told the whole text at
 once, with the states of LitGPT's own model in one pass without a cache.
@@ -73,7 +73,7 @@ def ids(size: int) -> list[int]:
 
 
 def states_of_litgpt(model: GPT, tokens: Sequence[int], taps: Sequence[int]) -> Tensor:
-    """What LitGPT's own model has behind its blocks, and behind the final norm, `(T, taps * C)`."""
+    """States of LitGPT's own model after its blocks and after the final norm, `(T, taps * C)`."""
     reference = litgpt.model.GPT(model.config).eval()
     reference.load_state_dict(model.state_dict())
     seen: dict[int, Tensor] = {}
@@ -158,13 +158,13 @@ def test_behind_a_prefix_that_is_known_drafts_are_those_of_a_text_read_from_its_
             assert_drafts(text.propose(k), fresh(drafter, model, text.tokens, k))
             proposed = text.propose(k)[0]
             text.commit(proposed, min(accepted, len(proposed)))
-    # A prefix left blank would be noticed.
+    # A missing prefix would be detected.
     blank = [0] * CHUNK + shared[CHUNK:]
     gap = fresh(drafter, model, shared, k)[1] - fresh(drafter, model, blank, k)[1]
     assert gap.abs().max() > 0.05
 
 
-def test_what_one_text_left_does_not_reach_the_next_not_even_a_nan(llm: SpecLLM, tmp_path: Path) -> None:
+def test_entries_of_one_text_do_not_reach_the_next_not_even_a_nan(llm: SpecLLM, tmp_path: Path) -> None:
     for kind in HEADS:
         drafter = head_of(kind, llm, tmp_path)
         slots = Slots(llm.placed, 2, 300)
@@ -176,7 +176,7 @@ def test_what_one_text_left_does_not_reach_the_next_not_even_a_nan(llm: SpecLLM,
         assert_drafts(text.propose(k), fresh(drafter, llm.placed.model, text.tokens, k))
 
 
-def test_a_takeover_that_is_interrupted_leaves_a_slot_that_holds_nothing(
+def test_an_interrupted_copy_leaves_an_empty_slot(
     llm: SpecLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = head_of("eagle", llm, tmp_path)
@@ -194,13 +194,13 @@ def test_a_takeover_that_is_interrupted_leaves_a_slot_that_holds_nothing(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(KVCache, "copy_from", interrupted)
         session.resume(first, CHUNK)
-    text = Running(llm, drafter, slots, 1, second)  # half of its keys and values were written over
+    text = Running(llm, drafter, slots, 1, second)  # half of its keys and values were overwritten
     assert text.read == [CHUNK, 20]
     assert_drafts(text.propose(4), fresh(drafter, llm.placed.model, text.tokens, 4))
 
 
 def test_states_of_other_taps_or_of_plain_texts_are_read_again(llm: SpecLLM, tmp_path: Path) -> None:
-    """One engine, several drafters one after the other, and a text between them that nobody drafted for."""
+    """One engine with several drafters in turn, and a plain text between them."""
     prompt = ids(CHUNK + 20)
     slots = Slots(llm.placed, 1, 700)
     eagle, mtp, dflash = (head_of(kind, llm, tmp_path) for kind in ("eagle", "mtp1", "dflash"))
@@ -236,7 +236,7 @@ def test_of_a_long_prompt_no_more_than_a_chunk_of_states_is_kept(llm: SpecLLM, k
     drafter.start = lambda *args: _as(start(*args), Watching)
     text = Running(llm, drafter, slots, 0, ids(3 * CHUNK + 100))
     assert text.read == [CHUNK, CHUNK, CHUNK, 100]
-    # Each chunk runs as soon as it has come, but for the state of its last token, whose next one is not known yet.
+    # Each chunk runs at once, except the state of its last token, whose next token is not known yet.
     assert kept == [0, 0, 0, 100, 101]
     assert len(text.target._borders) == 3 and all(len(state) == 1 for state in text.target._borders)
 
@@ -302,7 +302,7 @@ def test_a_chain_runs_its_layer_once_a_step_for_all_texts(llm: SpecLLM, kind: st
 
 
 def test_slots_that_run_along_out_of_every_window_leave_no_nan(llm: SpecLLM, tmp_path: Path) -> None:
-    """A row that no key is in sight of has no softmax; what it writes must not reach a text that comes near."""
+    """A row without visible keys has no valid softmax; its results must not reach a text."""
     folder = random_dflash(llm.placed.model.config, tmp_path)
     config = json.loads((folder / "config.json").read_text())
     config |= dict(num_hidden_layers=2, layer_types=["sliding_attention"] * 2)
@@ -388,13 +388,13 @@ def test_interrupted_texts_leave_nothing_and_streams_run_side_by_side(llm: SpecL
 # --- a drafter that keeps what is stale -------------------------------------------------------------------------------
 
 
-def test_a_head_that_takes_over_a_prefix_wrongly_is_found(llm: SpecLLM, tmp_path: Path) -> None:
+def test_a_head_that_reuses_a_prefix_wrongly_is_detected(llm: SpecLLM, tmp_path: Path) -> None:
     drafter = head_of("eagle", llm, tmp_path)
     check_drafter(drafter, llm, rounds=2, draws=0)
     start = drafter.start
 
     class Blank(EagleSession):
-        """Says that it knows a prefix, whose keys and values are gone."""
+        """Claims to know a prefix whose keys and values are lost."""
 
         def resume(self, prompt: Sequence[int], most: int) -> int:
             held = super().resume(prompt, most)
@@ -407,7 +407,7 @@ def test_a_head_that_takes_over_a_prefix_wrongly_is_found(llm: SpecLLM, tmp_path
         check_drafter(drafter, llm, rounds=1, draws=0)
 
     class Shifted(EagleSession):
-        """Takes over one row too few, so that all that follow stand at wrong places."""
+        """Reuses one row too few, so that all later rows are at wrong positions."""
 
         def take_up(self, tokens: list[int], carried: Any) -> None:
             self.filled -= 1
@@ -418,7 +418,7 @@ def test_a_head_that_takes_over_a_prefix_wrongly_is_found(llm: SpecLLM, tmp_path
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_memory_that_a_head_keeps_is_told(llm: SpecLLM, kind: str, tmp_path: Path) -> None:
+def test_the_memory_of_a_head_is_reported(llm: SpecLLM, kind: str, tmp_path: Path) -> None:
     drafter = head_of(kind, llm, tmp_path)
     slots = Slots(llm.placed, 4, 1500)
     cache = drafter.pool(slots.sessions[0]).cache

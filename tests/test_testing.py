@@ -1,4 +1,4 @@
-"""`litspec.testing` and `litspec verify`: our own drafters pass, and each kind of broken one is caught."""
+"""`litspec.testing` and `litspec verify`: our own drafters pass, and each kind of fault is detected."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def draft_model(llm: SpecLLM, kind: type[DraftModel] = DraftModel) -> DraftModel
 
 
 @pytest.mark.parametrize("name", ["draft_model", "prompt_lookup", "early_exit", "lookup_then_model"])
-def test_our_own_drafters_keep_their_promises(llm: SpecLLM, name: str) -> None:
+def test_our_own_drafters_pass(llm: SpecLLM, name: str) -> None:
     check_drafter(llm.with_drafter(name).drafter, llm, rounds=5, draws=1024)
 
 
 class Wrapped(Drafter):
-    """A draft model with one promise broken."""
+    """A draft model with one violation of the protocol."""
 
     def __init__(self, llm: SpecLLM) -> None:
         self.inner = draft_model(llm)
@@ -64,7 +64,7 @@ class Liar(Wrapped):
 
 
 class Greedy(Wrapped):
-    """Proposes more than it was asked for."""
+    """Proposes more than k tokens."""
 
     class Session(Wrapped.Session):
         def propose(self, token: int, input_pos: int, k: int) -> Proposal:
@@ -72,7 +72,7 @@ class Greedy(Wrapped):
 
 
 class Forgetful(Wrapped):
-    """Believes that its last proposal was accepted, whatever it is told."""
+    """Assumes that its last proposal was accepted."""
 
     class Session(Wrapped.Session):
         def __init__(self, inner: object) -> None:
@@ -91,7 +91,7 @@ class Forgetful(Wrapped):
 
 
 class Restless(Wrapped):
-    """Proposes something else each time it is asked."""
+    """Proposes something else in each call."""
 
     class Session(Wrapped.Session):
         asked = 0
@@ -102,7 +102,7 @@ class Restless(Wrapped):
 
 
 class Shared(Wrapped):
-    """Whoever asks, the text that was started last answers."""
+    """All sessions propose for the text that was started last."""
 
     latest: object = None
 
@@ -138,13 +138,13 @@ class Unnormalised(Wrapped):
         (Unnormalised, "sum to 1"),
     ],
 )
-def test_a_broken_promise_is_named(llm: SpecLLM, broken: type[Wrapped], word: str) -> None:
+def test_each_violation_is_named(llm: SpecLLM, broken: type[Wrapped], word: str) -> None:
     with pytest.raises(AssertionError, match=word):
         check_drafter(broken(llm), llm, rounds=4, draws=1024 if broken is Liar else 0)
 
 
-def test_honesty_catches_a_slight_lie(llm: SpecLLM) -> None:
-    """A distribution sharpened by a tenth, which no text would show."""
+def test_honesty_detects_a_slightly_wrong_distribution(llm: SpecLLM) -> None:
+    """A slightly sharpened distribution, which no text would show."""
 
     class Sharpened(Wrapped):
         class Session(Wrapped.Session):
@@ -181,7 +181,7 @@ def test_a_wrong_accept_rule_is_caught() -> None:
         return Verified(torch.cat((tokens, tokens[:1])), torch.tensor(len(tokens)), torch.tensor(True))
 
     def residual_twice(logits: torch.Tensor, position: int, tokens: torch.Tensor, q: Distribution) -> Verified:
-        """Accepts rightly, but draws from p itself on rejection."""
+        """Accepts correctly, but draws from p instead of the residual on rejection."""
         p = logits.softmax(1)
         accept = torch.rand(()) * q.probs[0, tokens[0]] < p[0, tokens[0]]
         own = torch.multinomial(p[0], 1)

@@ -1,4 +1,4 @@
-"""Text in and out, against LitGPT's own encoding and the tokenizers' own decoding of a whole text."""
+"""Encoding and decoding, compared with LitGPT's encoding and the tokenizers' decoding of a whole text."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def id_lists(tokenizer: Any, max_size: int = 24) -> st.SearchStrategy[list[int]]
 
 
 def pieces(detokenizer: Detokenizer, ids: Sequence[int], sizes: Sequence[int]) -> list[str]:
-    """What comes out when tokens are pushed in blocks of the given sizes, over and over."""
+    """The output when tokens are pushed in blocks of the given sizes, cyclically."""
     out, at, turn = [], 0, 0
     while at < len(ids):
         size = sizes[turn % len(sizes)]
@@ -299,7 +299,7 @@ def test_a_run_of_byte_tokens_waits_for_its_end_since_one_wrong_byte_spoils_all_
     assert released(kind, [*byte_ids(kind, "🦙".encode()), *byte_ids(kind, b"\x80"), a])[-2] == "\ufffd" * 5 + "a"
 
 
-def test_spaces_between_words_are_kept_and_the_one_that_begins_the_text_is_the_tokenizers_affair() -> None:
+def test_spaces_between_words_are_kept_and_the_leading_one_is_left_to_the_tokenizer() -> None:
     kind = "byte fallback, leading space stripped"
     processor = tokenizer_of(kind).processor
     the, llama = processor.token_to_id("▁the"), processor.token_to_id("▁llama")
@@ -373,7 +373,7 @@ def test_a_prompt_without_tokens_is_refused(folder: Path) -> None:
         TextCodec(folder, tiny_config()).encode("")
 
 
-def test_a_prompt_that_is_no_valid_text_is_refused(folder: Path) -> None:
+def test_a_prompt_that_is_not_valid_unicode_is_refused(folder: Path) -> None:
     with pytest.raises(InputError, match="not valid Unicode"):
         TextCodec(folder, tiny_config()).encode("a\udc80b")
     with pytest.raises(InputError, match="takes a string"):

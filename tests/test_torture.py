@@ -1,4 +1,4 @@
-"""The short form of scripts/torture.py, and that it sees a fault where there is one."""
+"""A short run of scripts/torture.py, and checks that it detects faults."""
 
 from __future__ import annotations
 

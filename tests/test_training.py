@@ -1,4 +1,4 @@
-"""`litspec.training` on tiny random models: what is learnt from, what reaches the gradient, runs that are killed."""
+"""`litspec.training` on tiny random models: training data, gradients, and interrupted runs."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_prompts_are_lines_objects_or_pieces_of_text(folder: Path, tmp_path: Pat
     assert few[0] == few[1] and len(few[0]) == 2
 
 
-def test_a_cut_halves_no_character(folder: Path) -> None:
+def test_a_cut_splits_no_character(folder: Path) -> None:
     codec = TextCodec(folder / "target", open_checkpoint(folder / "target").config)
     assert list(cut("abcé" * 2, codec, 4)) == ["abc", "abc"]
 
@@ -226,7 +226,7 @@ def test_a_block_is_the_same_beside_other_blocks(folder: Path) -> None:
     together = learner.block_rows(batch["ids"], batch["tapped"], torch.tensor([[9, 10, 11]]))
     alone = learner.block_rows(batch["ids"], batch["tapped"], torch.tensor([[10]]))
     torch.testing.assert_close(together[:, 1:2], alone)
-    # Nor does it know the tokens that it stands for.
+    # It also does not depend on the tokens at its own positions.
     other = batch["ids"].clone()
     other[:, 11:] = 3
     torch.testing.assert_close(learner.block_rows(other, batch["tapped"], torch.tensor([[10]])), alone)
@@ -372,7 +372,7 @@ def test_a_run_killed_again_and_again_ends_like_an_undisturbed_one(folder: Path,
 
 @pytest.mark.slow
 def test_an_early_end_keeps_the_best_state(folder: Path, tmp_path: Path) -> None:
-    # At a rate that ruins it, the start stays the best.
+    # With a learning rate that is too high, the initial state stays the best.
     summary = run(folder, tmp_path / "out", steps=40, evaluations=20, patience=2, learning_rate=0.5)
     assert summary["ended"].startswith("no gain") and summary["steps"] < 40
     kept = read_state_dict(open_checkpoint(tmp_path / "out"))
@@ -383,7 +383,7 @@ def test_an_early_end_keeps_the_best_state(folder: Path, tmp_path: Path) -> None
     assert summary["best"]["tokens_per_round"] >= summary["history"][-1]["tokens_per_round"]
 
 
-def test_a_loss_that_is_no_number_ends_the_run_in_a_sentence(folder: Path, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_ends_the_run_with_an_error(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"The loss is nan at step \d+; train with a learning_rate below"):
         run(folder, tmp_path / "out", steps=40, evaluations=1, learning_rate=1e30)
     kept = read_state_dict(open_checkpoint(tmp_path / "out"))
@@ -405,9 +405,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("settings", "sentence"), REFUSED, ids=[sentence for _, sentence in REFUSED])
-def test_settings_that_cannot_be_are_refused(
-    folder: Path, tmp_path: Path, settings: dict[str, Any], sentence: str
-) -> None:
+def test_invalid_settings_are_refused(folder: Path, tmp_path: Path, settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
         run(folder, tmp_path / "out", **{"steps": 1, **settings})
 

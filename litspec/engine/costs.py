@@ -107,7 +107,7 @@ class Trial:
                 text = Text(len(prompt) - 1, slots.max_length, StopTokens())
                 slot = Slot(text, target, drafter, draft, sampler, choose_k)
                 prepare(slot, slots)
-                # The first token is the target's. The drafter receives it too, unlike the prompt's last token.
+                # `prefill` has committed this token to the drafter, unlike the prompt's last token.
                 text.commit(slot.prefill(prompt[:-1], slots, None)[1] or [])
                 self._texts.append(slot)
 

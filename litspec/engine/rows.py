@@ -112,7 +112,7 @@ def class_limit(model: GPT, rows: Sequence[int], at_least: int) -> int:
             positions = [p for p in (LONG if n == most else SHORT) if p + n <= model.config.block_size]
             trial = _Trial(model, positions[-1] + n, width=most, batch_size=total // n)
             first = [positions[b % len(positions)] for b in range(total // n)]
-            # The longest text comes last, so that shorter texts are read with a longer K/V bucket.
+            # The longest text comes last, so that an influence on the sequence before it would show.
             together = trial.run(first, n, logits=n == most)
             for b, position in enumerate(first[: len(positions)]):
                 alone = trial.run([position], n, logits=n == most, at=b)
