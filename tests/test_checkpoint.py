@@ -672,7 +672,7 @@ def test_folders_that_disagree_about_bos_give_a_warning(pair: Callable[..., Any]
     )
     target, draft = pair({"name": "target2"}, {"name": "draft2", "tokenizer_config": {"add_bos_token": True}})
     (note,) = check_pair(target, draft).notes
-    assert "for the folder 'draft2' and none for 'target2'" in note
+    assert "for the folder 'draft2' but not for 'target2'" in note
 
 
 def test_a_draft_with_a_smaller_block_size_is_noted_with_both_numbers(pair: Callable[..., Any]) -> None:
