@@ -107,7 +107,7 @@ class Trial:
                 text = Text(len(prompt) - 1, slots.max_length, StopTokens())
                 slot = Slot(text, target, drafter, draft, sampler, choose_k)
                 prepare(slot, slots)
-                # `prefill` has committed this token to the drafter, unlike the prompt's last token.
+                # The last token is the target's own: `prefill` commits it to the drafter, unlike prompt[-1].
                 text.commit(slot.prefill(prompt[:-1], slots, None)[1] or [])
                 self._texts.append(slot)
 
@@ -190,16 +190,16 @@ def _between(points: Sequence[tuple[int, float]]) -> Callable[[int], float]:
     return at
 
 
-# A step with all threads must take so many times as long as with one before users are told.
+# Users get the advice if a step with all threads takes at least this many times as long as with one thread.
 MUCH_SLOWER = 1.5
 
 
 @torch.inference_mode()
 def thread_advice(model: GPT, width: int) -> str | None:
-    """A sentence for users of a CPU on which steps are much faster with one thread; None where they are not.
+    """A sentence for the user if steps are much faster with one thread on this CPU, else None.
 
-    That happens with small models, and where other processes use the cores: the threads of an operator wait for each
-    other. The model's first layers are timed, as the rest repeats them.
+    This happens with small models, or if other processes use the cores, since the threads of an operator wait for each
+    other. Only the model's first layers are timed, since later layers are equal.
 
     Args:
         model: The target, on one CPU.
