@@ -701,6 +701,24 @@ def test_progress_is_lines_where_there_is_no_terminal_and_a_bar_where_there_is_o
     assert said.out == "" and "5/5 texts" in said.err and "2/5 texts" not in said.err
 
 
+def test_progress_counts_texts_that_wait_for_the_text_before_them(
+    job: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(progress, "REPORT_SECONDS", 0)
+    put, shown = files.Results.put, []
+
+    def put_and_look(self: files.Results, answer: Answer) -> None:
+        shown.append(capsys.readouterr().err.count("s left"))
+        put(self, answer)
+
+    monkeypatch.setattr(files.Results, "put", put_and_look)
+    # The other texts have ended long before the first line's.
+    lines = [{"prompt": "a", "max_new_tokens": 90}, *({"prompt": "a", "max_new_tokens": 3} for _ in range(5))]
+    assert job(prompts_file=write_prompts(tmp_path, lines), batch_size=2) == 0
+    assert shown == [6, 0, 0, 0, 0, 0]
+    assert "6/6 texts" in capsys.readouterr().err
+
+
 # --- texts ------------------------------------------------------------------------------------------------------------
 
 

@@ -274,8 +274,8 @@ class Results:
         self.errors = done.errors
         self._synced = time.monotonic()
 
-    def put(self, answer: Answer) -> dict[str, Any]:
-        """Appends the next text. Returns its statistics."""
+    def put(self, answer: Answer) -> None:
+        """Appends the next text."""
         stats = json.loads(answer.stats)
         # Statistics first: if the job ends between the two writes, the text is generated again with its statistics.
         self._stats.append(as_line(answer.stats))
@@ -284,7 +284,6 @@ class Results:
         self.errors += "error" in stats
         if time.monotonic() - self._synced > SYNC_SECONDS:
             self._sync()
-        return stats
 
     def _sync(self) -> None:
         self._stats.sync()

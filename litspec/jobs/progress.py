@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from litspec.jobs.disk import log
-from litspec.jobs.files import Done
+from litspec.jobs.files import Answer, Done
 
 REPORT_SECONDS = 10.0  # between two progress lines without a terminal
 
@@ -34,6 +35,7 @@ class Meter:
         self._made = self._tokens = self._proposed = self._accepted = 0
         self._errors = done.errors
         self.running = 0
+        self._counted: set[int] = set()  # numbers of texts that are counted and not written
         self._began = self._reported = time.monotonic()
         self._bar: Any = None
 
@@ -57,8 +59,12 @@ class Meter:
             line = f"{self._line()}, in {time.monotonic() - self._began:.1f} s"
             log(line if complete else f"{line}; the same command resumes the job")
 
-    def add(self, stats: Mapping[str, Any]) -> None:
-        """Counts a text by its line in the stats file."""
+    def add(self, answer: Answer) -> None:
+        """Counts a finished text, once. It may be added again when it is written, which can be much later."""
+        if answer.number in self._counted:
+            self._counted.remove(answer.number)
+            return
+        stats = json.loads(answer.stats)
         self._made += 1
         self._errors += "error" in stats
         self._tokens += stats.get("new_tokens", 0)
@@ -70,6 +76,11 @@ class Meter:
             self._reported = time.monotonic()
             left = (self._reported - self._began) / self._made * (self._total - self._before - self._made)
             log(f"{self._line()}, about {left:.0f} s left")
+
+    def add_early(self, answer: Answer) -> None:
+        """Counts a finished text that cannot be written yet, as texts before it are still missing."""
+        self.add(answer)
+        self._counted.add(answer.number)
 
     def _line(self) -> str:
         return f"{self._before + self._made}/{self._total} texts, {self._numbers()}"

@@ -150,13 +150,17 @@ def _work(
             with interrupts.held():
                 if answer is not None and part is not None:
                     part.put(answer)
+                    meter.add_early(answer)
                 elif answer is not None and results is not None:
-                    meter.add(results.put(answer))
+                    results.put(answer)
+                    meter.add(answer)
                 if results is not None:
                     if part is not None:
                         parts.refresh()
                     while results.next in parts:
-                        meter.add(results.put(parts.take(results.next)))
+                        written = parts.take(results.next)
+                        results.put(written)
+                        meter.add(written)
 
         try:
             parts.refresh()
