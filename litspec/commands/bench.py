@@ -51,8 +51,8 @@ def bench(
 
     Args:
         {load}
-        drafter: Which drafter to measure; all measures the draft model (where there is one), prompt_lookup and
-            early_exit.
+        drafter: Which drafter to measure; all measures the draft model or head of draft_dir (where there is one),
+            prompt_lookup and early_exit.
         prompts_file: Text file with a prompt on each line; by default three are built in.
         speculative_k: Proposals per round, a list with commas: whole numbers below verify_width, or auto.
         repeats: How often everything is measured.
@@ -156,10 +156,7 @@ def bench(
     if output_format == "json":
         print(json.dumps(report.as_dict()))
     else:
-        told = llm.describe()
-        if "draft_model" in names and (made := llm.with_drafter("draft_model").drafter) and made.name != "draft_model":
-            told += f"\nThe rows draft_model are of the {made.name} drafter in {load.draft_dir}."
-        _print(told, report)
+        _print(llm.describe(), report)
     # Last, so that a disk that has meanwhile filled up takes nothing but the picture.
     if plot is not None:
         plot_report(report, plot)
