@@ -410,9 +410,9 @@ def test_rejection_texts_run_together_as_far_as_rows_keep_their_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drafter = head_of(kind, llm, tmp_path)
+    # So many texts; a DFlash head's other products have as many rows as its blocks.
+    block = drafter.rows if kind == "dflash" else 0
     for module in (tapped, dflash):
-        # So many texts; a DFlash head's other products have as many rows as its blocks.
-        block = drafter.rows if kind == "dflash" else 0
         monkeypatch.setattr(module, "class_limit", lambda layers, rows, at_least: most * max(rows[-1], block))
     slots = Slots(llm.placed, 5, 200)
     texts = [Running(llm, drafter, slots, n, ids(4)) for n in range(5)]

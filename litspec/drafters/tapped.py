@@ -332,12 +332,13 @@ class TappedDrafter(Drafter):
 
     def step_rows(self, target: TargetSession) -> int | None:
         """Rows of each text in a step with which most texts keep their bits together; None where no two do."""
-        best = 1, 0
+        most, found = 1, None
         for rows in self.exact:
-            best = max(best, (self.most_texts(target, rows), -rows))
-            if best[0] * rows >= min(EXACT_TEXTS * rows, MOST_ROWS):
+            if (texts := self.most_texts(target, rows)) > most:
+                most, found = texts, rows
+            if most >= EXACT_TEXTS:
                 break
-        return -best[1] or None
+        return found
 
     def limit(self, max_length: int) -> int:
         """Positions that it can hold of a text."""
