@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean, harmonic_mean, median
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 import torch
 
@@ -74,7 +74,7 @@ class Run:
     """Results of one drafter with one k.
 
     Attributes:
-        drafter: The drafter's name; "none" for no drafter.
+        drafter: The drafter's name; "none" for no drafter. A published head has its own name, such as "eagle3".
         k: Requested proposals per round.
         width: The most rows of a verification.
         tokens_per_second: Speed after the prefill, from the medians of each text over the repeats.
@@ -87,7 +87,7 @@ class Run:
         efficiency: speedup / ideal.
     """
 
-    drafter: DrafterName
+    drafter: str
     k: Choice
     width: int
     tokens_per_second: float = 0.0
@@ -388,8 +388,15 @@ def measure(
         max_new_tokens=max_new_tokens,
         seed=seed,
     )
+
+    def make(name: str) -> Drafter:
+        drafter = llm.with_drafter(asked_for(name), exit_layer=exit_layer).drafter
+        assert drafter is not None, "of all names only 'none' makes none"
+        return drafter
+
     smallest = llm.runner.rows(llm.placed.rows)[0]
-    runs = [Run("none", 0, 1), Run("none", 0, smallest), *(Run(name, k, width) for name in drafters for k in ks)]
+    made = {drafter.name: drafter for drafter in map(make, drafters)}
+    runs = [Run("none", 0, 1), Run("none", 0, smallest), *(Run(name, k, width) for name in made for k in ks)]
     done, total = 0, len(prompts) + 1 + len(runs) * (1 + repeats * len(prompts)) + len(batch_sizes) * (1 + repeats)
 
     def advance() -> None:
@@ -412,15 +419,10 @@ def measure(
     longest = max(range(len(ids)), key=lambda j: len(ids[j]))
     middle = min(len(ids[longest]) - max_new_tokens // 2, config.block_size - width)
 
-    def make(name: DrafterName) -> Drafter:
-        drafter = llm.with_drafter(name, exit_layer=exit_layer).drafter
-        assert drafter is not None, "only 'none' gives no drafter"
-        return drafter
-
     parts = measure_parts(
         llm,
         plain,
-        {name: make(name) for name in drafters},
+        made,
         sampling,
         (2 * ids[longest])[: max(2, middle)],
         sorted({1, *llm.runner.rows(llm.placed.rows)}),
@@ -488,6 +490,11 @@ def measure(
     if batches:
         advice += " " + advise_batches(batches)
     return Report(parts, runs, advice, settings, batches)
+
+
+def asked_for(name: str) -> DrafterName:
+    """What --drafter must say for a drafter to be had; a head in --draft_dir stands in for the draft model."""
+    return cast(DrafterName, name) if name in get_args(DrafterName) else "draft_model"
 
 
 def _speed(texts: Sequence[Completion]) -> float:
@@ -642,7 +649,7 @@ def advise(
     if best.speedup > 1:
         exit_at = f" --exit_layer {exit_layer}" if best.drafter == "early_exit" and exit_layer is not None else ""
         return (
-            f"{simulated}Best here: --drafter {best.drafter}{exit_at} --speculative_k {best.k}, "
+            f"{simulated}Best here: --drafter {asked_for(best.drafter)}{exit_at} --speculative_k {best.k}, "
             f"{best.speedup:.2f} times plain decoding."
         )
     verifying = parts.verify_for(round(best.proposed_per_round)) / parts.verify[1]

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import lively_weights, tiny_config, write_checkpoint
+from heads import random_dflash
 
 from litspec import SpecLLM, benchmark
 from litspec.__main__ import main
@@ -173,6 +174,8 @@ def test_advice_names_the_fastest_drafter_and_k() -> None:
     runs[2].speedup = 1.2
     assert "--drafter draft_model --speculative_k 4" in advise(runs, PARTS, exit_layer=3)
     assert "exit_layer" not in advise(runs, PARTS, exit_layer=3)
+    runs[3].drafter = "eagle3"  # a head is had by the flag of the draft model, whose place it takes
+    assert "--drafter draft_model --speculative_k 4" in advise(runs, PARTS)
 
 
 def test_advice_says_why_plain_decoding_is_faster() -> None:
@@ -527,6 +530,30 @@ def test_text_fits_and_ends_with_the_advice_and_the_plot_is_a_picture(
     assert "Drafter:" not in out
     picture = (tmp_path / "bench.png").read_bytes()
     assert picture.startswith(b"\x89PNG\r\n\x1a\n") and len(picture) > 10_000
+
+
+@pytest.mark.parametrize("output_format", ["text", "json"])
+def test_the_rows_of_a_head_have_its_own_name(
+    capsys: pytest.CaptureFixture[str],
+    pair: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    output_format: str,
+) -> None:
+    plotted: list[str] = []
+    monkeypatch.setattr(benchmark, "plot_report", lambda report, path: plotted.extend(r.drafter for r in report.runs))
+    head = random_dflash(tiny_config(), tmp_path / "head")
+    flags = flags_of((pair[0], head), "--quick", "--speculative_k", 2, "--output_format", output_format)
+    code, out, _ = run(capsys, *flags, "--plot", tmp_path / "bench.png")
+    assert code == 0 and "draft_model" not in out.replace("--drafter draft_model", "")
+    names = ["none", "none", "dflash", "prompt_lookup", "early_exit"]
+    assert plotted == names
+    if output_format == "json":
+        assert [run_["drafter"] for run_ in json.loads(out)["runs"]] == names
+        assert list(json.loads(out)["parts"]["draft"]) == names[2:]
+    else:
+        assert sum(line.startswith("dflash ") for line in out.splitlines()) == 1
+        assert "draft step, dflash" in out
 
 
 def report_of(*runs: Run) -> Report:

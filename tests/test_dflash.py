@@ -518,11 +518,11 @@ def test_a_head_follows_the_drafter_protocol(llm: SpecLLM, version: str) -> None
 class Stale(DFlash):
     """Keeps the keys and values of a block that should have been overwritten."""
 
-    def absorb(self, sessions: Any, sizes: Sequence[int], members: range) -> None:
+    def absorb(self, sessions: Any, sizes: Sequence[int], *args: Any) -> None:
         ((session,), (size,)) = sessions, sizes
         start, cache = session.filled, session.pool.cache
         before = [buffer.clone() for buffer in cache.k]
-        super().absorb(sessions, sizes, members)
+        super().absorb(sessions, sizes, *args)
         if size > 1 and start:
             for buffer, old in zip(cache.k, before):
                 buffer[:, :, start : start + size] = old[:, :, start : start + size]

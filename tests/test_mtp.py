@@ -304,15 +304,15 @@ def test_later_layers_that_keep_rows_of_refused_drafts_are_caught(llm: SpecLLM, 
             finally:
                 self.drafting = False
 
-        def _run_rows(self, layer: int, rows: Sequence[Any], members: range) -> list[Tensor]:
+        def _run_rows(self, layer: int, rows: Sequence[Any], *args: Any) -> list[Tensor]:
             ((session, tokens, _, start),) = rows
             marks = session.__dict__.setdefault("marks", [0, 0, 0])
             if self.drafting or layer == 0:
                 marks[layer] = start + len(tokens)
-                return super()._run_rows(layer, rows, members)
+                return super()._run_rows(layer, rows, *args)
             buffers = (session.pool.cache.k[layer], session.pool.cache.v[layer])
             kept = [buffer[:, :, start : marks[layer]].clone() for buffer in buffers]
-            result = super()._run_rows(layer, rows, members)
+            result = super()._run_rows(layer, rows, *args)
             for buffer, old in zip(buffers, kept):
                 buffer[:, :, start : start + old.size(2)] = old
             return result

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from litspec import SpecLLM
+from litspec.config import GenerateConfig
+from litspec.drafters import dflash, tapped
 from litspec.drafters.dflash_folder import load_dflash
 from litspec.drafters.eagle import EagleSession, load_eagle
 from litspec.drafters.mtp import load_mtp
@@ -28,8 +30,9 @@ from litspec.drafters.speculative_k import FixedK
 from litspec.drafters.tapped import CHUNK, TappedDrafter
 from litspec.engine.sequence import Text
 from litspec.engine.speculate import Slot
-from litspec.engine.target import Slots
+from litspec.engine.target import Slots, TargetSession
 from litspec.model import GPT, KVCache
+from litspec.sampling import Sampling, make_sampler
 from litspec.stopping import StopTokens
 from litspec.testing import check_drafter
 
@@ -349,6 +352,104 @@ def test_texts_are_the_same_alone_in_a_batch_and_without_a_head(
         if "rejection" not in way:
             texts = plain.generate(prompts, batch_size=4, **settings)
             assert [text.token_ids for text in texts] == alone, way
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target of 64 channels: in bfloat16 smaller products of a few rows have other bits, also the target's own."""
+    config = tiny_config(n_layer=LAYERS, block_size=2048, n_embd=64, intermediate_size=128)
+    return write_checkpoint(tmp_path_factory.mktemp("wide"), config, weights=lively_weights(config))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_with_the_rejection_sampler_a_text_is_that_of_its_prompt_alone_in_any_batch(
+    wide: Path, precision: str, tmp_path: Path
+) -> None:
+    plain = SpecLLM.load(wide, drafter="none", precision=precision)
+    start = "".join(RNG.choice("abcdefgh ") for _ in range(CHUNK + 40))
+    prompts = [
+        "a",
+        "ab c",
+        start + "x",
+        "Captain Wentworth had no fortune.",
+        start + "yz",
+        "q" * 63,
+        "x y z " * 20,
+        "b",
+    ]
+    for kind in HEADS:
+        head = head_of(kind, plain, tmp_path)
+        drafted = plain.with_drafter(head)
+        for k in {3, min(7, head.max_k)}:
+            settings = dict(max_new_tokens=12, min_new_tokens=12, seed=2, speculative_k=k, temperature=0.8, top_k=50)
+            alone = [drafted.generate(p, index=i, **settings).token_ids for i, p in enumerate(prompts)]
+            config = GenerateConfig(**settings)
+            for size in (2, 5, 8):
+                # In another order each time; the last ones run in a batch that is not full.
+                order = RNG.sample(range(8), 8)
+                found = dict(drafted.complete(((i, prompts[i], config, i) for i in order), slots=size))
+                assert [found[i].token_ids for i in range(8)] == alone, (kind, k, size)
+        rows = head.step_rows(_target(plain))
+        assert precision == "32-true" or (rows is not None and head.most_texts(_target(plain), rows) >= 8)
+
+
+def _target(llm: SpecLLM) -> TargetSession:
+    return Slots(llm.placed, 1, 64).sessions[0]
+
+
+@pytest.mark.parametrize(("most", "groups"), [(8, [5]), (2, [2, 2, 1]), (1, [1] * 5)])
+@pytest.mark.parametrize(("kind", "steps"), [("eagle", 3), ("mtp1", 3), ("mtp3", 5), ("dflash", 1)])
+def test_rejection_texts_run_together_as_far_as_rows_keep_their_bits(
+    llm: SpecLLM,
+    kind: str,
+    steps: int,
+    most: int,
+    groups: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drafter = head_of(kind, llm, tmp_path)
+    # So many texts; a DFlash head's other products have as many rows as its blocks.
+    block = drafter.rows if kind == "dflash" else 0
+    for module in (tapped, dflash):
+        monkeypatch.setattr(module, "class_limit", lambda layers, rows, at_least: most * max(rows[-1], block))
+    slots = Slots(llm.placed, 5, 200)
+    texts = [Running(llm, drafter, slots, n, ids(4)) for n in range(5)]
+    for text in texts:
+        text.session.sampler = make_sampler(Sampling(temperature=0.8, top_k=50), seed=1)
+    sizes: list[int] = []
+    where, name = (drafter, "_run") if kind == "dflash" else (drafter.layers, "run")
+    run = getattr(where, name)
+    monkeypatch.setattr(where, name, lambda *args: (sizes.append(args[2].first.size(0)), run(*args))[1])
+    drafter.propose_batch([t.session for t in texts], [t.tokens[-1] for t in texts], [4] * 5, [3] * 5)
+    # Rows that were told, in each layer, and two steps after the first draft; of a DFlash head the block alone.
+    assert sorted(sizes) == sorted(groups * steps)
+
+
+@pytest.mark.parametrize("most", [24, 5])
+@pytest.mark.parametrize("kind", ["eagle", "mtp1", "dflash"])
+def test_a_head_whose_rows_feel_how_many_they_are_is_found(
+    in_bf16: SpecLLM, kind: str, most: int, tmp_path: Path
+) -> None:
+    head, target = head_of(kind, in_bf16, tmp_path), _target(in_bf16)
+    assert head.step_rows(target) is not None
+    head = head_of(kind, in_bf16, tmp_path)
+
+    def odd(project: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda x: project(x) + (x.size(0) > most)
+
+    if kind == "mtp1":
+        head.ends = (head.ends[0]._replace(project=odd(head.ends[0].project)),)
+    elif kind == "eagle":
+        head.project = odd(head.project)
+    else:
+        head.network.fc.forward = odd(head.network.fc.forward)
+    rows = head.step_rows(target)
+    if most == 24:
+        assert rows is not None and 2 <= head.most_texts(target, rows) <= 24 // rows
+    elif rows is not None:
+        assert rows * head.most_texts(target, rows) <= most and kind != "dflash"
 
 
 @pytest.mark.slow

@@ -51,7 +51,8 @@ def bench(
 
     Args:
         {load}
-        drafter: The drafter to measure; all measures the draft model (if there is one), prompt_lookup and early_exit.
+        drafter: The drafter to measure; all measures the draft model or head of draft_dir (if there is one),
+            prompt_lookup and early_exit.
         prompts_file: Text file with one prompt per line; by default three built-in prompts.
         speculative_k: Proposals per round, a comma-separated list of whole numbers below verify_width, or auto.
         repeats: Number of repetitions.
@@ -155,10 +156,7 @@ def bench(
     if output_format == "json":
         print(json.dumps(report.as_dict()))
     else:
-        told = llm.describe()
-        if "draft_model" in names and (made := llm.with_drafter("draft_model").drafter) and made.name != "draft_model":
-            told += f"\nThe rows named draft_model are for the {made.name} drafter in {load.draft_dir}."
-        _print(told, report)
+        _print(llm.describe(), report)
     # Last, so that results are printed even if the plot cannot be written.
     if plot is not None:
         plot_report(report, plot)

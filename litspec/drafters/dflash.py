@@ -11,10 +11,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from litspec.drafters.autoregressive import EXACT_ROWS, MOST_ROWS
 from litspec.drafters.base import Cost, Proposal
-from litspec.drafters.tapped import CHUNK, Drawn, TappedDrafter, TappedSession, places_of, proposals, stacked
+from litspec.drafters.tapped import (
+    CHUNK,
+    Drawn,
+    Places,
+    TappedDrafter,
+    TappedSession,
+    Tried,
+    in_multiples,
+    places_of,
+    proposals,
+    stacked,
+)
+from litspec.engine.rows import class_limit
 from litspec.errors import InputError
-from litspec.model.dflash import DFlashConfig, DFlashNetwork
+from litspec.model.dflash import DFlashConfig, DFlashNetwork, Rope
 from litspec.model.kv_cache import KVCache, Step, kv_bucket
 from litspec.sampling import Distribution, Inputs, Sampler
 
@@ -141,7 +154,20 @@ class DFlash(TappedDrafter):
         """The network in the target's dtype and on its device."""
         return self.like(target.model.get_parameter(EMBEDDING))
 
-    def absorb(self, sessions: Sequence[DFlashSession], sizes: Sequence[int], members: range) -> None:
+    @property
+    def exact(self) -> Sequence[int]:
+        return (self.config.block_size,)
+
+    def row_limit(self, target: TargetSession, rows: int) -> int:
+        # Outside of blocks there are products of independent rows: of contexts, and of the head.
+        alone = class_limit(TriedProducts(self, target), (EXACT_ROWS,), MOST_ROWS)
+        if rows != self.config.block_size:
+            return alone
+        return min(alone, super().row_limit(target, rows)) if alone > rows else rows
+
+    def absorb(
+        self, sessions: Sequence[DFlashSession], sizes: Sequence[int], members: range, width: int | None
+    ) -> None:
         cache, network = sessions[0].pool.cache, self.network_of(sessions[0].target)
         hidden = [session.pending.take(size)[1] for session, size in zip(sessions, sizes)]
         starts = [session.filled for session in sessions]
@@ -157,27 +183,35 @@ class DFlash(TappedDrafter):
             )
             numbers, places = where.unbind(1)
         rope = cache.rope[0].index_select(0, places).split(1, dim=1)
-        states = torch.cat(hidden).to(network.fc.weight)
+        n, states = len(places), torch.cat(hidden).to(network.fc.weight)
+        if missing := 0 if width is None else len(sessions) * width - n:
+            states = F.pad(states, (0, 0, 0, missing))
+            rope = tuple(F.pad(each, (0, 0, 0, 0, 0, missing)) for each in rope)
         for (k, v), k_buffer, v_buffer in zip(network.context(states, (rope[0], rope[1])), cache.k, cache.v):
-            for buffer, new in ((k_buffer, k), (v_buffer, v)):
+            for buffer, new in ((k_buffer, k[:n]), (v_buffer, v[:n])):
                 if len(sessions) == 1:
                     buffer[number, :, rows] = new.transpose(0, 1)
                 else:
                     buffer[numbers, :, places] = new
 
     def draft(
-        self, sessions: Sequence[DFlashSession], tokens: Sequence[int], k: Sequence[int], members: range
+        self,
+        sessions: Sequence[DFlashSession],
+        tokens: Sequence[int],
+        k: Sequence[int],
+        members: range,
+        exact: int | None,
     ) -> list[Proposal]:
         """Runs whole blocks for every k, since rows may attend to later rows; then keeps the first k proposals."""
-        most = max(k)
-        first, rows = self._blocks(sessions, tokens, members)
+        most, multiple = max(k), None if exact is None else EXACT_ROWS
+        first, rows = self._blocks(sessions, tokens, members, exact is not None)
         rows = rows[:, :most]
-        logits = self._logits(sessions[0].target, rows)
+        logits = self._logits(sessions[0].target, rows, multiple)
         sampler = sessions[0].sampler
         inputs = Inputs.stacked([each.sampler.inputs(each.device, each.filled + 1, most) for each in sessions])
         if self.config.selector_top_k:
             network = self.network_of(sessions[0].target)
-            return proposals(self._select(sampler, network, rows, logits, first, inputs), k)
+            return proposals(self._select(sampler, network, rows, logits, first, inputs, multiple), k)
         if inputs.context is None:  # no row depends on another row's token
             early = None if inputs.early is None else inputs.early.flatten()
             token, q = sampler.draw(logits.flatten(0, 1), Inputs(inputs.noise.flatten(0, 1), early))
@@ -197,17 +231,13 @@ class DFlash(TappedDrafter):
         return self._logits(session.target, rows)[0]
 
     def _blocks(
-        self, sessions: Sequence[DFlashSession], tokens: Sequence[int], members: range
+        self, sessions: Sequence[DFlashSession], tokens: Sequence[int], members: range, exact: bool = False
     ) -> tuple[Tensor, Tensor]:
         """The last committed tokens `(N,)`, and the proposing rows of their blocks, `(N, max_k, C)`."""
         config, target = self.config, sessions[0].target
-        network = self.network_of(target)
         cache = sessions[0].pool.cache.sequences(members.start, members.stop)
         width = config.block_size
         places = places_of(cache, members, {each.number: each.filled for each in sessions}, width)
-        step = Step.at(cache, places.first, width, cache.bucket(places.longest + width), (), exact=False)
-        # If every layer has a window, positions before the widest window are masked.
-        begin = max(0, min(each.filled for each in sessions) - self._widest) if self._widest else 0
         at = [each.number - members.start for each in sessions]
         ids = torch.full((len(members), width), config.mask_token_id, device=target.device)
         first = torch.tensor(tokens, device=target.device)
@@ -215,19 +245,51 @@ class DFlash(TappedDrafter):
             ids[:, 0] = first
         else:
             ids[at, 0] = first
-        x = F.embedding(ids, target.model.get_parameter(EMBEDDING))
-        if config.embedding_scale != 1:
-            x = x * config.embedding_scale
-        rows = network(x, step, cache.k, cache.v, network.masks(step, begin))
+        rows = self._run(target, ids, places, min(each.filled for each in sessions), cache, exact)
         if len(at) < len(members):
             rows = rows[at]
         return first, rows if config.sample_from_anchor else rows[:, 1:]
 
-    def _logits(self, target: TargetSession, rows: Tensor) -> Tensor:
-        """Logits (N, R, V) of rows (N, R, C), -inf for ids that the drafter does not have."""
+    def _run(
+        self, target: TargetSession, ids: Tensor, places: Places, earliest: int, cache: KVCache, exact: bool
+    ) -> Tensor:
+        """Blocks of tokens `(N, W)` through all layers, `(N, W, C)`; the first block of all begins at `earliest`."""
+        config, network, width = self.config, self.network_of(target), ids.size(1)
+        step = Step.at(cache, places.first, width, cache.bucket(places.longest + width), (), exact=exact)
+        # If every layer has a window, positions before the widest window are masked. Whole chunks of masked keys do not
+        # change the bits of a sum, so a neighbour in the batch may make the forward read more keys.
+        begin = max(0, earliest - self._widest) if self._widest else 0
+        if exact:
+            begin = begin // CHUNK * CHUNK
+        x = F.embedding(ids, target.model.get_parameter(EMBEDDING))
+        if config.embedding_scale != 1:
+            x = x * config.embedding_scale
+        return network(x, step, cache.k, cache.v, network.masks(step, begin))
+
+    def try_rows(
+        self, target: TargetSession, ids: Tensor, states: Tensor, places: Places, cache: KVCache
+    ) -> list[Tensor]:
+        return [self._run(target, ids, places, int(places.first.min()), cache, exact=True).flatten(0, 1)]
+
+    def try_products(self, target: TargetSession, ids: Tensor, states: Tensor, rope: Rope) -> list[Tensor]:
+        """Results of everything that runs outside of blocks, for `(N,)` tokens and states `(N, taps * C)`."""
+        network = self.network_of(target)
+        x = network.hidden_norm(network.fc(states))
+        logits = self._logits(target, x.unsqueeze(0))[0]
+        found = [x, logits, *(each for pair in network.context(states, rope) for each in pair)]
+        if (selector := network.candidate_selector) is not None:
+            candidates = logits.topk(min(selector.top_k, logits.size(-1))).indices
+            found.append(selector(selector.hidden_projection(x), ids, candidates))
+        return found
+
+    def _logits(self, target: TargetSession, rows: Tensor, multiple: int | None = None) -> Tensor:
+        """Logits (N, R, V) of rows (N, R, C), -inf for ids that the drafter does not have.
+
+        The head runs on a multiple of so many rows.
+        """
         config, network = self.config, self.network_of(target)
         head = network.lm_head or target.model.lm_head
-        logits: Tensor = head(rows.flatten(0, 1))
+        logits = in_multiples(head, multiple, rows.flatten(0, 1))
         if config.output_multiplier != 1:
             logits = logits * config.output_multiplier
         cap = target.config.final_logit_softcapping if config.softcap is None else config.softcap
@@ -240,7 +302,14 @@ class DFlash(TappedDrafter):
         return logits.view(*rows.shape[:2], -1)
 
     def _select(
-        self, sampler: Sampler, network: DFlashNetwork, rows: Tensor, logits: Tensor, before: Tensor, inputs: Inputs
+        self,
+        sampler: Sampler,
+        network: DFlashNetwork,
+        rows: Tensor,
+        logits: Tensor,
+        before: Tensor,
+        inputs: Inputs,
+        multiple: int | None,
     ) -> Drawn:
         """Draws from left to right among the most likely ids of each position."""
         selector = network.candidate_selector
@@ -248,17 +317,36 @@ class DFlash(TappedDrafter):
         # Adjust first, or banned ids would take the places of allowed ones.
         candidates = sampler.adjust(logits, inputs).topk(min(selector.top_k, logits.size(-1))).indices
         scores = logits.float().gather(-1, candidates)
-        rows = selector.hidden_projection(rows)
+        rows = in_multiples(selector.hidden_projection, multiple, rows.flatten(0, 1)).view(*rows.shape[:2], -1)
         nowhere = torch.full_like(logits[:, 0], -torch.inf, dtype=torch.float32)
         drawn: list[Drawn] = []
         for j in range(rows.size(1)):
             ids = candidates[:, j]
-            total = nowhere.scatter(1, ids, scores[:, j] + selector(rows[:, j], before, ids).float())
+            added = in_multiples(selector, multiple, rows[:, j], before, ids)
+            total = nowhere.scatter(1, ids, scores[:, j] + added.float())
             before, q = sampler.draw(total, inputs.row(j, [token for token, _ in drawn]))
             if q is not None and inputs.context is None:
                 q = Distribution(q.at(Distribution(scores[:, j], ids)), ids)
             drawn.append((before, q))
         return stacked(drawn)
+
+
+class TriedProducts(Tried):
+    """The parts of a DFlash drafter outside of blocks, on random states; see `engine.rows.Layers`."""
+
+    _drafter: DFlash
+
+    def make_cache(self, length: int, width: int, batch_size: int) -> KVCache:
+        slots = kv_bucket(length + width)
+        none = torch.zeros(batch_size, 1, slots, 2, device=self._target.device)
+        self._make_states(slots)
+        cos, sin = self._drafter.network_of(self._target).rope_tables(slots)
+        return KVCache([none], [none], [torch.cat((cos, sin), 1)], length)
+
+    def run(self, ids: Tensor, first: Sequence[int], cache: KVCache, logits: bool) -> list[Tensor]:
+        places = (torch.tensor(first, device=ids.device).unsqueeze(1) + cache.slots[: ids.size(1)]).flatten()
+        cos, sin = cache.rope[0].index_select(0, places).split(1, dim=1)
+        return self._drafter.try_products(self._target, ids.flatten(), self._states[places], (cos, sin))
 
 
 class DFlashSession(TappedSession):

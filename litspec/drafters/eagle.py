@@ -10,6 +10,7 @@ With g_p the projected states at position p, e_q the target's embedding of the t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,9 @@ from litspec.drafters.tapped import (
     embedding_of,
     head_bytes,
     head_logits,
+    in_multiples,
     inputs_of,
+    leading,
     linear,
     load_layers,
     norm,
@@ -154,33 +157,49 @@ class Eagle(TappedDrafter):
     def start(self, target: TargetSession, max_length: int, sampler: Sampler) -> EagleSession:
         return EagleSession(self, target, max_length, sampler)
 
-    def absorb(self, sessions: Sequence[EagleSession], sizes: Sequence[int], members: range) -> None:
+    def absorb(self, sessions: Sequence[EagleSession], sizes: Sequence[int], members: range, width: int | None) -> None:
         model, cache = sessions[0].target.model, self._cache(sessions, members)
         taken = [session.pending.take(size) for session, size in zip(sessions, sizes)]
         numbers = [session.number for session in sessions]
-        tokens = padded_tokens([own for own, _ in taken], numbers, members, sessions[0].device)
-        states = self.project(padded([own for _, own in taken], numbers, members))
-        places = places_of(cache, members, {each.number: each.filled for each in sessions}, max(sizes))
+        rows = width or max(sizes)
+        tokens = padded_tokens([own for own, _ in taken], numbers, members, rows, sessions[0].device)
+        states = self.project(padded([own for _, own in taken], numbers, members, rows))
+        places = places_of(cache, members, {each.number: each.filled for each in sessions}, rows)
         y = self._run(model, tokens, states, places, cache)
         for session, size in zip(sessions, sizes):
-            last = (session.number - members.start) * max(sizes) + size - 1
+            last = (session.number - members.start) * rows + size - 1
             session.filled += size
             session.last = y[last : last + 1].clone()
 
     def draft(
-        self, sessions: Sequence[EagleSession], tokens: Sequence[int], k: Sequence[int], members: range
+        self,
+        sessions: Sequence[EagleSession],
+        tokens: Sequence[int],
+        k: Sequence[int],
+        members: range,
+        exact: int | None,
     ) -> list[Proposal]:
         model, cache, most = sessions[0].target.model, self._cache(sessions, members), max(k)
+        width = exact or 1
         state = padded([session.last for session in sessions], [session.number for session in sessions], members)
-        places = places_of(cache, members, {each.number: each.filled for each in sessions}, most)
+        places = places_of(cache, members, {each.number: each.filled for each in sessions}, most + width)
         inputs = inputs_of(sessions, members, [session.filled + 1 for session in sessions], most)
+
+        logits = partial(in_multiples, partial(self._logits, model), exact)
 
         def step(token: Tensor, i: int) -> Tensor:
             nonlocal state
-            state = self._run(model, token, state, places.after(i), cache)
-            return self._logits(model, state)
+            y = self._run(model, leading(token, width), leading(state, width), places.after(i), cache)
+            state = y[::width].contiguous()
+            return logits(state)
 
-        return draw_chain(sessions, members, inputs, self._logits(model, state), step, k)
+        return draw_chain(sessions, members, inputs, logits(state), step, k)
+
+    def try_rows(
+        self, target: TargetSession, ids: Tensor, states: Tensor, places: Places, cache: KVCache
+    ) -> list[Tensor]:
+        y = self._run(target.model, ids.flatten(), self.project(states.flatten(0, 1)), places, cache)
+        return [y, self._logits(target.model, y)]
 
     def _cache(self, sessions: Sequence[EagleSession], members: range) -> KVCache:
         return sessions[0].pool.cache.sequences(members.start, members.stop)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +22,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from litspec.drafters.autoregressive import EXACT_ROWS
 from litspec.drafters.base import Cost, Proposal
 from litspec.drafters.folders import CONFIG, SAFETENSORS, open_published
 from litspec.drafters.hf_layers import layer_config, litgpt_layer, nested, number, take
@@ -28,6 +30,7 @@ from litspec.drafters.tapped import (
     CHUNK,
     MAX_K,
     OVERHANG,
+    STEP_ROWS,
     Layers,
     Places,
     TappedDrafter,
@@ -37,7 +40,9 @@ from litspec.drafters.tapped import (
     embedding_of,
     head_bytes,
     head_logits,
+    in_multiples,
     inputs_of,
+    leading,
     linear,
     load_layers,
     norm,
@@ -108,7 +113,12 @@ class Mtp(TappedDrafter):
     def start(self, target: TargetSession, max_length: int, sampler: Sampler) -> MtpSession:
         return MtpSession(self, target, max_length, sampler)
 
-    def absorb(self, sessions: Sequence[MtpSession], sizes: Sequence[int], members: range) -> None:
+    @property
+    def exact(self) -> Sequence[int]:
+        # The last layer runs one row fewer than there are layers.
+        return STEP_ROWS if len(self.ends) == 1 else (-(-(len(self.ends) - 1) // EXACT_ROWS) * EXACT_ROWS,)
+
+    def absorb(self, sessions: Sequence[MtpSession], sizes: Sequence[int], members: range, width: int | None) -> None:
         """Runs pending rows in the first layer, and in the other layers as far as their tokens are committed."""
         device = sessions[0].device
         taken = [session.pending.take(size) for session, size in zip(sessions, sizes)]
@@ -133,37 +143,53 @@ class Mtp(TappedDrafter):
             if not ready:
                 break
             running = [each.session for each in ready]
-            states = self._run_rows(i, ready, members)
+            states = self._run_rows(i, ready, members, width)
             if i == 0:
                 for session, own in zip(running, states):
                     session.last = own[-1:].clone()
 
     def draft(
-        self, sessions: Sequence[MtpSession], tokens: Sequence[int], k: Sequence[int], members: range
+        self,
+        sessions: Sequence[MtpSession],
+        tokens: Sequence[int],
+        k: Sequence[int],
+        members: range,
+        exact: int | None,
     ) -> list[Proposal]:
         model = sessions[0].target.model
         state = padded([session.last for session in sessions], [session.number for session in sessions], members)
         inputs = inputs_of(sessions, members, [session.filled + 1 for session in sessions], max(k))
         make_step = self._chain if len(self.ends) == 1 else self._layer_by_layer
-        step = make_step(sessions, state, max(k), members)
-        return draw_chain(sessions, members, inputs, head_logits(model, state), step, k)
+        step = make_step(sessions, state, max(k), members, exact)
+        logits = partial(in_multiples, partial(head_logits, model), exact)
+        return draw_chain(sessions, members, inputs, logits(state), lambda token, i: logits(step(token, i)), k)
+
+    def try_rows(
+        self, target: TargetSession, ids: Tensor, states: Tensor, places: Places, cache: KVCache
+    ) -> list[Tensor]:
+        found = [states.flatten(0, 1)]
+        for i in range(len(self.ends)):
+            found.append(self._run(i, target.model, ids.flatten(), found[-1], places, cache, exact=True))
+        return [*found, head_logits(target.model, found[-1])]
 
     def _chain(
-        self, sessions: Sequence[MtpSession], state: Tensor, k: int, members: range
+        self, sessions: Sequence[MtpSession], state: Tensor, k: int, members: range, exact: int | None
     ) -> Callable[[Tensor, int], Tensor]:
         """Steps of a single layer, each on the output of the previous step."""
-        model, cache = sessions[0].target.model, self._cache(sessions, members)
-        places = places_of(cache, members, {each.number: each.filled for each in sessions}, k)
+        model, cache, width = sessions[0].target.model, self._cache(sessions, members), exact or 1
+        places = places_of(cache, members, {each.number: each.filled for each in sessions}, k + width)
 
         def step(token: Tensor, i: int) -> Tensor:
             nonlocal state
-            state = self._run(0, model, token, state, places.after(i), cache)
-            return head_logits(model, state)
+            rows = leading(token, width), leading(state, width)
+            y = self._run(0, model, *rows, places.after(i), cache, exact=exact is not None)
+            state = y[::width].contiguous()
+            return state
 
         return step
 
     def _layer_by_layer(
-        self, sessions: Sequence[MtpSession], state: Tensor, k: int, members: range
+        self, sessions: Sequence[MtpSession], state: Tensor, k: int, members: range, exact: int | None
     ) -> Callable[[Tensor, int], Tensor]:
         """Steps of successive layers, each on the rows whose tokens are this round's drafts."""
         drafts: list[Tensor] = []
@@ -179,31 +205,42 @@ class Mtp(TappedDrafter):
                 states = torch.cat((session.inputs[layer], own))
                 behind = drafted[session.number - members.start, -states.size(0) :]
                 rows.append(_Rows(session, behind, states, session.rows[layer]))
-            before = self._run_rows(layer, rows, members)
-            last = padded([own[-1:] for own in before], numbers, members)
-            return head_logits(sessions[0].target.model, last)
+            before = self._run_rows(layer, rows, members, exact)
+            return padded([own[-1:] for own in before], numbers, members)
 
         return step
 
     def _cache(self, sessions: Sequence[MtpSession], members: range) -> KVCache:
         return sessions[0].pool.cache.sequences(members.start, members.stop)
 
-    def _run_rows(self, layer: int, rows: Sequence[_Rows], members: range) -> list[Tensor]:
-        """A layer's normed output for rows of several texts, `(n, C)` per text."""
+    def _run_rows(self, layer: int, rows: Sequence[_Rows], members: range, width: int | None) -> list[Tensor]:
+        """A layer's normed output for rows of several texts, `(n, C)` per text; `width` as in `absorb`."""
         sessions, numbers = [each.session for each in rows], [each.session.number for each in rows]
-        cache, width = self._cache(sessions, members), max(each.tokens.size(0) for each in rows)
+        cache, exact = self._cache(sessions, members), width is not None
+        width = width or max(each.tokens.size(0) for each in rows)
         places = places_of(cache, members, {each.session.number: each.start for each in rows}, width)
-        tokens = padded([each.tokens for each in rows], numbers, members)
-        states = padded([each.states for each in rows], numbers, members)
-        y = self._run(layer, sessions[0].target.model, tokens, states, places, cache).view(len(members), width, -1)
+        tokens = padded([each.tokens for each in rows], numbers, members, width)
+        states = padded([each.states for each in rows], numbers, members, width)
+        y = self._run(layer, sessions[0].target.model, tokens, states, places, cache, exact=exact)
+        y = y.view(len(members), width, -1)
         return [y[each.session.number - members.start, : each.tokens.size(0)] for each in rows]
 
-    def _run(self, layer: int, model: GPT, tokens: Tensor, states: Tensor, places: Places, cache: KVCache) -> Tensor:
+    def _run(
+        self,
+        layer: int,
+        model: GPT,
+        tokens: Tensor,
+        states: Tensor,
+        places: Places,
+        cache: KVCache,
+        *,
+        exact: bool,
+    ) -> Tensor:
         """A layer's normed output `(N, C)` for rows of a token and a state."""
         ends = self.ends[layer]
         parts = [ends.norm_embedding(embedding_of(model)(tokens)), ends.norm_hidden(states)]
         x = ends.project(torch.cat(parts[::-1] if self.hidden_first else parts, dim=-1))
-        return ends.norm_output(self.layers.run(layer, x, places, cache))
+        return ends.norm_output(self.layers.run(layer, x, places, cache, exact))
 
 
 class _Rows(NamedTuple):

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from litgpt.config import Config
 from torch import Tensor, nn
 
-from litspec.drafters.autoregressive import MOST_ROWS, exact_rows
+from litspec.drafters.autoregressive import EXACT_ROWS, MOST_ROWS, exact_rows
 from litspec.drafters.base import Drafter, DraftSession, Proposal
+from litspec.engine.rows import class_limit
 from litspec.engine.target import PREFILL_CHUNK, neighbours
 from litspec.errors import InputError
 from litspec.model import GPT, KVCache
@@ -33,6 +35,11 @@ CHUNK = PREFILL_CHUNK
 MAX_K = 15
 # Up to this many pending rows of a text run together with those of other texts; longer ones run alone.
 WAITING = 16
+# Row counts per text that are measured for steps whose bits matter. A single row would be cheaper, but its products
+# differ from those of several rows, in bfloat16 so rarely (one number of 30,000) that no trial would show it.
+STEP_ROWS = (2, EXACT_ROWS)
+# The most texts of a forward whose bits matter.
+EXACT_TEXTS = 16
 # Positions after a text for drafted rows and padding, twice, since idle slots write to the end of the buffer.
 OVERHANG = 2 * (WAITING + MAX_K)
 
@@ -67,10 +74,10 @@ class Layers(GPT):
             self.transformer.h = cast(Sequence[Block], nn.ModuleList(blocks))
             self.bind()
 
-    def run(self, layer: int, x: Tensor, places: Places, cache: KVCache) -> Tensor:
+    def run(self, layer: int, x: Tensor, places: Places, cache: KVCache, exact: bool = False) -> Tensor:
         """Runs rows `x` `(N * W, C)` of all sequences through one layer; their K/V are written from `places` on."""
         width = x.size(0) // places.first.size(0)
-        step = self._step(cache, places.first, width, cache.bucket(places.longest + width), exact=False)
+        step = self._step(cache, places.first, width, cache.bucket(places.longest + width), exact=exact)
         return self._blocks[layer](x, step, cache.k[layer], cache.v[layer])
 
 
@@ -254,17 +261,25 @@ class TappedDrafter(Drafter):
         """A K/V cache for `count` slots with texts of up to `length` tokens."""
 
     @abstractmethod
-    def absorb(self, sessions: Sequence[Any], sizes: Sequence[int], members: range) -> None:
+    def absorb(self, sessions: Sequence[Any], sizes: Sequence[int], members: range, width: int | None) -> None:
         """Runs the first pending rows of some sessions on the target's states. The rows become final.
 
         Args:
             sessions: The sessions, ordered by slot number.
             sizes: Rows per session, at least 1.
             members: The slots that run.
+            width: Rows that each text is filled up to if bits matter; None: as many as needed.
         """
 
     @abstractmethod
-    def draft(self, sessions: Sequence[Any], tokens: Sequence[int], k: Sequence[int], members: range) -> list[Proposal]:
+    def draft(
+        self,
+        sessions: Sequence[Any],
+        tokens: Sequence[int],
+        k: Sequence[int],
+        members: range,
+        exact: int | None,
+    ) -> list[Proposal]:
         """Drafts for sessions without pending rows, whose samplers are of one kind.
 
         Args:
@@ -272,12 +287,58 @@ class TappedDrafter(Drafter):
             tokens: The last committed token of each session.
             k: Tokens to draft per session, at least 1.
             members: The slots that run.
+            exact: Rows of each text in a step, see `step_rows`; None if bits do not matter.
         """
+
+    @abstractmethod
+    def try_rows(
+        self, target: TargetSession, ids: Tensor, states: Tensor, places: Places, cache: KVCache
+    ) -> list[Tensor]:
+        """Results of rows in all layers and the head, each `(B * n, ...)`, to compare their bits.
+
+        Args:
+            target: The target's session.
+            ids: `(B, n)`.
+            states: The target's, `(B, n, taps * C)`.
+            places: Where the rows stand in each sequence.
+            cache: Of these sequences.
+        """
+
+    @property
+    def exact(self) -> Sequence[int]:
+        """Row counts per text of a step whose bits matter, the cheapest first."""
+        return STEP_ROWS
 
     @property
     @abstractmethod
     def rows(self) -> int:
         """Rows per text in the widest forward of `draft`."""
+
+    @cached_property
+    def _most_texts(self) -> WeakKeyDictionary[GPT, dict[int, int]]:
+        """Measured limits, by target and row count per text."""
+        return WeakKeyDictionary()
+
+    def most_texts(self, target: TargetSession, rows: int) -> int:
+        """The most texts of `rows` rows each that keep their bits in one forward; measured once."""
+        found = self._most_texts.setdefault(target.model, {})
+        if rows not in found:
+            found[rows] = max(1, self.row_limit(target, rows) // rows)
+        return found[rows]
+
+    def row_limit(self, target: TargetSession, rows: int) -> int:
+        """The most rows in total that keep their bits in one forward, with `rows` rows per text."""
+        return class_limit(Tried(self, target), (rows,), min(EXACT_TEXTS * rows, MOST_ROWS))
+
+    def step_rows(self, target: TargetSession) -> int | None:
+        """The row count per text with which the most texts keep their bits in a step; None if no two do."""
+        most, found = 1, None
+        for rows in self.exact:
+            if (texts := self.most_texts(target, rows)) > most:
+                most, found = texts, rows
+            if most >= EXACT_TEXTS:
+                break
+        return found
 
     def limit(self, max_length: int) -> int:
         """Most positions of a text, limited by the drafter's context."""
@@ -299,37 +360,72 @@ class TappedDrafter(Drafter):
     ) -> list[Proposal]:
         """Drafts for all texts in one forward per step.
 
-        Texts that depend on the drafts' bits are drafted one by one, so that the bits do not depend on the batch.
+        With the rejection sampler a text depends on the drafts' bits, which must be the same alone and in a batch. Then
+        only row counts are used whose bits were measured to be equal. If there are none, these texts are drafted one by
+        one.
         """
         own = [session for session in sessions if isinstance(session, TappedSession)]
         found = [Proposal(torch.empty(0, dtype=torch.int64, device=session.device)) for session in own]
         wanted = [min(most, self.max_k, each.limit - place) for each, place, most in zip(own, input_pos, k)]
-        together: dict[Hashable, list[int]] = {}
+        together: dict[tuple[Hashable, int | None, int | None], list[int]] = {}
         for i, session in enumerate(own):
             session.check(input_pos[i])
             if wanted[i] > 0 and (len(session.pending) or session.filled):
-                alone = None if exact_rows(session.sampler) is None else i
-                together.setdefault((session.sampler.kind, alone), []).append(i)
-        for members in together.values():
+                counts = exact_rows(session.sampler) is not None
+                exact = self.step_rows(session.target) if counts else None
+                alone = i if counts and exact is None else None
+                together.setdefault((session.sampler.kind, exact, alone), []).append(i)
+        for (_, exact, _), members in together.items():
             members.sort(key=lambda i: own[i].number)
-            for part in neighbours([own[i].number for i in members], max(1, MOST_ROWS // self.rows)):
+            most = MOST_ROWS // self.rows if exact is None else self.most_texts(own[members[0]].target, exact)
+            for part in neighbours([own[i].number for i in members], max(1, most)):
                 chosen = [i for i in members if own[i].number in part]
                 some = [own[i] for i in chosen]
-                self._absorb_waiting(some, part)
-                drafted = self.draft(some, [tokens[i] for i in chosen], [wanted[i] for i in chosen], part)
+                self._absorb_waiting(some, exact is not None)
+                drafted = self.draft(some, [tokens[i] for i in chosen], [wanted[i] for i in chosen], part, exact)
                 for i, proposal in zip(chosen, drafted):
                     found[i] = proposal
         return found
 
-    def _absorb_waiting(self, sessions: Sequence[TappedSession], members: range) -> None:
+    def _absorb_waiting(self, sessions: Sequence[TappedSession], exact: bool) -> None:
         for session in sessions:
             if len(session.pending) > WAITING:
                 session.absorb(len(session.pending))
-        waiting = [session for session in sessions if len(session.pending)]
-        if len(waiting) == 1:
-            waiting[0].absorb(len(waiting[0].pending))
-        elif waiting:
-            self.absorb(waiting, [len(session.pending) for session in waiting], members)
+        by_width: dict[int | None, list[TappedSession]] = {}
+        for session in sessions:
+            if len(session.pending):
+                width = -(-len(session.pending) // EXACT_ROWS) * EXACT_ROWS if exact else None
+                by_width.setdefault(width, []).append(session)
+        for width, waiting in by_width.items():
+            most = MOST_ROWS if width is None else self.most_texts(waiting[0].target, width)
+            for part in neighbours([session.number for session in waiting], most):
+                some = [session for session in waiting if session.number in part]
+                self.absorb(some, [len(session.pending) for session in some], part, width)
+
+
+class Tried:
+    """A drafter's layers over random states, see `engine.rows.Layers`."""
+
+    def __init__(self, drafter: TappedDrafter, target: TargetSession) -> None:
+        self._drafter = drafter
+        self._target = target
+        self.block_size = drafter.limit(target.config.block_size)
+        self.vocab_size = target.config.vocab_size
+
+    def make_cache(self, length: int, width: int, batch_size: int) -> KVCache:
+        cache = self._drafter.make_cache(self._target, length, batch_size)  # which has room for blocks
+        self._make_states(cache.size)
+        return cache
+
+    def _make_states(self, count: int) -> None:
+        shape = count, len(self._drafter.taps) * self._target.config.n_embd
+        states = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        self._states = states.to(embedding_of(self._target.model).weight)
+
+    def run(self, ids: Tensor, first: Sequence[int], cache: KVCache, logits: bool) -> list[Tensor]:
+        places = Places(torch.tensor(first, device=ids.device), max(first))
+        states = self._states[places.first.unsqueeze(1) + cache.slots[: ids.size(1)]]
+        return self._drafter.try_rows(self._target, ids, states, places, cache)
 
 
 class TappedSession(DraftSession):
@@ -432,7 +528,7 @@ class TappedSession(DraftSession):
 
     def absorb(self, size: int) -> None:
         """Runs the first pending rows of this session alone."""
-        self.drafter.absorb([self], [size], range(self.number, self.number + 1))
+        self.drafter.absorb([self], [size], range(self.number, self.number + 1), None)
 
 
 def places_of(cache: KVCache, members: range, places: Mapping[int, int], rows: int) -> Places:
@@ -451,17 +547,18 @@ def places_of(cache: KVCache, members: range, places: Mapping[int, int], rows: i
     return Places(torch.tensor([places.get(n, idle) for n in members], device=cache.slots.device), longest)
 
 
-def padded(rows: Sequence[Tensor], numbers: Sequence[int], members: range) -> Tensor:
-    """Pads the rows of some slots with zeros to blocks of one width: `(N * W, C)`.
+def padded(rows: Sequence[Tensor], numbers: Sequence[int], members: range, width: int | None = None) -> Tensor:
+    """Pads the rows of some slots with zeros to blocks of one width: `(N * W, ...)`.
 
     Args:
-        rows: Rows of each slot, `(n, C)`.
+        rows: Rows of each slot, `(n, ...)`.
         numbers: Numbers of these slots.
         members: The slots that run.
+        width: W; None for that of the longest.
     """
-    if len(members) == 1:
+    width = max(own.size(0) for own in rows) if width is None else width
+    if len(members) == 1 and rows[0].size(0) == width:
         return rows[0]
-    width = max(own.size(0) for own in rows)
     blocks = rows[0].new_zeros(len(members), width, *rows[0].shape[1:])
     for number, own in zip(numbers, rows):
         blocks[number - members.start, : own.size(0)] = own
@@ -469,14 +566,34 @@ def padded(rows: Sequence[Tensor], numbers: Sequence[int], members: range) -> Te
 
 
 def padded_tokens(
-    tokens: Sequence[Sequence[int]], numbers: Sequence[int], members: range, device: torch.device
+    tokens: Sequence[Sequence[int]], numbers: Sequence[int], members: range, width: int, device: torch.device
 ) -> Tensor:
     """Like `padded`, for token ids: `(N * W,)`."""
-    width = max(map(len, tokens))
     blocks = [[0] * width for _ in members]
     for number, own in zip(numbers, tokens):
         blocks[number - members.start][: len(own)] = own
     return torch.tensor([token for block in blocks for token in block], device=device)
+
+
+def leading(rows: Tensor, width: int) -> Tensor:
+    """Each of the rows `(N, ...)` as the first row of a block, padded with zeros: `(N * width, ...)`.
+
+    A row of a chain does not see later rows, and the next step overwrites them.
+    """
+    if width == 1:
+        return rows
+    blocks = rows.new_zeros(rows.size(0), width, *rows.shape[1:])
+    blocks[:, 0] = rows
+    return blocks.flatten(0, 1)
+
+
+def in_multiples(function: Callable[..., Tensor], of: int | None, *rows: Tensor) -> Tensor:
+    """Runs a function of independent rows on a multiple of `of` rows; None: without padding."""
+    n = rows[0].size(0)
+    missing = 0 if of is None else -n % of
+    if not missing:
+        return function(*rows)
+    return function(*(torch.cat((each, each.new_zeros(missing, *each.shape[1:]))) for each in rows))[:n]
 
 
 def inputs_of(sessions: Sequence[TappedSession], members: range, places: Sequence[int], k: int) -> Inputs:

@@ -14,7 +14,7 @@ smallest that it needs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +32,63 @@ LOUD = 2.0**22
 MORE = 8
 # Positions of the texts in a trial batch: one in each of the first buckets, and one after the first chunk of 512.
 SHORT, LONG = (4, 60, 100), (4, 60, 300, 532)
+
+
+class Layers(Protocol):
+    """Layers to measure, with their keys and values.
+
+    Attributes:
+        block_size: Most positions.
+        vocab_size: Number of token ids.
+    """
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def make_cache(self, length: int, width: int, batch_size: int) -> KVCache:
+        """A cache of `batch_size` sequences, with room for a block of `width` rows after `length` positions."""
+        ...
+
+    def run(self, ids: Tensor, first: Sequence[int], cache: KVCache, logits: bool) -> list[Tensor]:
+        """Results of some rows.
+
+        Args:
+            ids: `(B, n)`.
+            first: Position of the first row of each sequence.
+            cache: The cache of these sequences.
+            logits: Whether logits are among the results.
+
+        Returns:
+            Tensors `(B * n, ...)`. Keys and values written to the cache need not be among them.
+        """
+        ...
+
+
+class _Whole:
+    """The leading blocks of a model that contain every kind of block, and the head."""
+
+    def __init__(self, model: GPT) -> None:
+        self.model = model
+        self.n_layer = distinct_blocks(model)
+        self.block_size, self.vocab_size = model.config.block_size, model.config.vocab_size
+
+    def make_cache(self, length: int, width: int, batch_size: int) -> KVCache:
+        return self.model.make_cache(length, batch_size=batch_size, width=width, n_layer=self.n_layer)
+
+    def run(self, ids: Tensor, first: Sequence[int], cache: KVCache, logits: bool) -> list[Tensor]:
+        out, states = self.model.verify(
+            ids,
+            torch.tensor(first, device=cache.slots.device),
+            cache,
+            kv_length=cache.bucket(max(first) + ids.size(1)),
+            n_layer=self.n_layer,
+            last=None if logits else 0,
+            taps=(self.n_layer - 1,),
+        )
+        return [*([out.flatten(0, 1)] if logits else []), states.flatten(0, 1)]
 
 
 def distinct_blocks(model: GPT) -> int:
@@ -66,7 +123,7 @@ def find_rows(model: GPT, most: int, *, borders: Sequence[int] = BORDERS) -> tup
     if most < 1:
         raise InputError(f"The most rows of a forward must be at least 1, got {most}.")
     for size in (*range(most, most + MORE), most):
-        trial = _Trial(model, min(model.config.block_size, max(borders, default=0) + size + 1), width=size + 1)
+        trial = _Trial(_Whole(model), min(model.config.block_size, max(borders, default=0) + size + 1), size + 1)
         inside = [border for border in borders if border + size < trial.cache.max_seq_length]
         first = [0, *((border - size // 2) // 4 * 4 for border in inside)]
         # Logits are compared at the first position across a border, if there is one.
@@ -88,7 +145,7 @@ def find_rows(model: GPT, most: int, *, borders: Sequence[int] = BORDERS) -> tup
 
 
 @torch.inference_mode()
-def class_limit(model: GPT, rows: Sequence[int], at_least: int) -> int:
+def class_limit(model: GPT | Layers, rows: Sequence[int], at_least: int) -> int:
     """The most rows in total for which a batch gives each text the same bits as the text alone.
 
     Totals double from `rows[-1]` until one fails or `at_least` is reached. Each is tried with the smallest, the largest
@@ -96,21 +153,22 @@ def class_limit(model: GPT, rows: Sequence[int], at_least: int) -> int:
     the bucket of the longest.
 
     Args:
-        model: As for `find_rows`.
+        model: As for `find_rows`, or layers of a drafter.
         rows: A class, in rising order, as `find_rows` returns it.
         at_least: The most rows that a forward will have, the texts of a batch times the rows of each.
 
     Returns:
         The largest total that passed; `rows[-1]` if no batch did. The search stops at the first one >= `at_least`.
     """
+    layers = _Whole(model) if isinstance(model, GPT) else model
     most = rows[-1]
     odd = next((n for n in reversed(rows) if n % 2 and n not in (rows[0], most)), most)
     limit = most
     while limit < at_least:
         total = 2 * limit
         for n in sorted({rows[0], odd, most}):
-            positions = [p for p in (LONG if n == most else SHORT) if p + n <= model.config.block_size]
-            trial = _Trial(model, positions[-1] + n, width=most, batch_size=total // n)
+            positions = [p for p in (LONG if n == most else SHORT) if p + n <= layers.block_size]
+            trial = _Trial(layers, positions[-1] + n, most, batch_size=total // n)
             first = [positions[b % len(positions)] for b in range(total // n)]
             # The longest text comes last, so that an influence on the sequence before it would show.
             together = trial.run(first, n, logits=n == most)
@@ -135,7 +193,7 @@ class _Seen(NamedTuple):
 
 
 class _Trial:
-    """Random texts over a cache of random keys and values, run through the leading blocks only.
+    """Random texts over a cache of random keys and values.
 
     Attention sums in float32. Rounding the result to bf16 would hide almost every change in the order of summation. So
     of each four keys the last two repeat the first two, with large opposite values. They cancel except for the rounding
@@ -144,11 +202,10 @@ class _Trial:
     All sequences of a batch hold the same text, so that a row at a position has one right result.
     """
 
-    def __init__(self, model: GPT, length: int, width: int, batch_size: int = 1) -> None:
-        self.model = model
-        self.n_layer = distinct_blocks(model)
+    def __init__(self, layers: Layers, length: int, width: int, batch_size: int = 1) -> None:
+        self.layers = layers
         generator = torch.Generator().manual_seed(0)
-        self.cache: KVCache = model.make_cache(length, batch_size=batch_size, width=width, n_layer=self.n_layer)
+        self.cache = layers.make_cache(length, width, batch_size)
         for buffer in self.cache.k:
             keys = torch.randn(*buffer.shape[1:], generator=generator).unflatten(1, (-1, 2, 2))
             keys[:, :, 1] = keys[:, :, 0]
@@ -159,7 +216,7 @@ class _Trial:
             values[:, :, 1] = -values[:, :, 0]
             buffer.copy_(values.flatten(1, 3).to(buffer.dtype).expand_as(buffer))
         device = self.cache.slots.device
-        self.text = torch.randint(model.config.vocab_size, (self.cache.size,), generator=generator).to(device)
+        self.text = torch.randint(layers.vocab_size, (self.cache.size,), generator=generator).to(device)
 
     def keeps_place(self, position: int, n: int, logits: bool) -> bool:
         """Whether rows have equal results in two blocks of n that begin one row apart."""
@@ -169,22 +226,13 @@ class _Trial:
     def run(self, first: Sequence[int], n: int, logits: bool, at: int = 0) -> _Seen:
         """Runs n rows of the text from each position in `first`, in the cache's sequences from `at` on."""
         cache = self.cache.sequences(at, at + len(first))
-        input_pos = torch.tensor(first, device=cache.slots.device)
-        places = input_pos[:, None] + cache.slots[:n]
-        out, states = self.model.verify(
-            self.text[places],
-            input_pos,
-            cache,
-            kv_length=cache.bucket(max(first) + n),
-            n_layer=self.n_layer,
-            last=None if logits else 0,
-            taps=(self.n_layer - 1,),
-        )
+        places = torch.tensor(first, device=cache.slots.device)[:, None] + cache.slots[:n]
+        results = self.layers.run(self.text[places], first, cache, logits)
         written = []
         for buffer in (*cache.k, *cache.v):
             own = places.to(buffer.device)[:, None, :, None].expand(-1, buffer.size(1), -1, buffer.size(3))
             written.append(buffer.gather(2, own).transpose(1, 2).flatten(0, 1))
-        return _Seen([*([out.flatten(0, 1)] if logits else []), states.flatten(0, 1), *written])
+        return _Seen([*results, *written])
 
 
 def _kind(block: Block) -> tuple[object, ...]:

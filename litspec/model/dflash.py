@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from litspec.model.attention import rotate
 from litspec.model.kv_cache import Step
+from litspec.model.mlp import activate
 
 # The cosines of some rows, and their sines with the first half negated, each (rows, 1, D).
 Rope = tuple[Tensor, Tensor]
@@ -143,9 +144,10 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(config.n_embd, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.n_embd, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Rows `(B, W, C)` to `(B, W, C)`."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+    def forward(self, x: Tensor, exact: bool = False) -> Tensor:
+        """Rows `(B, W, C)` to `(B, W, C)`; `exact` as in `Step`."""
+        gate = self.gate_proj(x)
+        return self.down_proj(activate(F.silu, gate.flatten(0, -2), exact).view_as(gate) * self.up_proj(x))
 
 
 class BlockConv(nn.Module):
@@ -191,10 +193,13 @@ class Layer(nn.Module):
         def attention(y: Tensor) -> Tensor:
             return self.self_attn(y, step, k_cache, v_cache, mask)
 
+        def feed_forward(y: Tensor) -> Tensor:
+            return self.mlp(y, step.exact)
+
         y = self.input_layernorm(x)
         x = x + (attention(y) if self.attention_conv is None else self.attention_conv(y, attention))
         y = self.post_attention_layernorm(x)
-        return x + (self.mlp(y) if self.mlp_conv is None else self.mlp_conv(y, self.mlp))
+        return x + (feed_forward(y) if self.mlp_conv is None else self.mlp_conv(y, feed_forward))
 
 
 class CandidateSelector(nn.Module):
