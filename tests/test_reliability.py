@@ -218,7 +218,7 @@ def test_no_code_that_a_folder_names_is_run(name: str, folder: Path, monkeypatch
 @pytest.mark.parametrize("name", ["Path", "Config", "model_name_to_prompt_style", "nothing", "load_prompt_style"])
 def test_only_a_style_among_litgpts_names_is_one(name: str, folder: Path) -> None:
     (folder / "prompt_style.yaml").write_text(f"class_path: litgpt.prompts.{name}\n")
-    with pytest.raises(InputError, match="no subclass"):
+    with pytest.raises(InputError, match="not a subclass"):
         TextCodec(folder, tiny_config())
 
 
