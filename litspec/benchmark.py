@@ -391,7 +391,7 @@ def measure(
 
     def make(name: str) -> Drafter:
         drafter = llm.with_drafter(asked_for(name), exit_layer=exit_layer).drafter
-        assert drafter is not None, "of all names only 'none' makes none"
+        assert drafter is not None, "only 'none' gives no drafter"
         return drafter
 
     smallest = llm.runner.rows(llm.placed.rows)[0]
@@ -493,7 +493,7 @@ def measure(
 
 
 def asked_for(name: str) -> DrafterName:
-    """What --drafter must say for a drafter to be had; a head in --draft_dir stands in for the draft model."""
+    """The value of --drafter that gives a drafter. A head is loaded by draft_model, from --draft_dir."""
     return cast(DrafterName, name) if name in get_args(DrafterName) else "draft_model"
 
 

@@ -708,7 +708,7 @@ def test_a_user_is_told_where_one_thread_is_faster(slow: int, advised: bool, mon
         torch.set_num_threads(2)
         notes = SpecLLM.load().notes
         assert torch.get_num_threads() == 2
-        assert not SpecLLM.load(threads=2).notes  # whoever names a number needs no advice
+        assert not SpecLLM.load(threads=2).notes  # an explicit number needs no advice
     finally:
         torch.set_num_threads(before)
     assert [("try --threads 1" in note) for note in notes] == [True] * advised

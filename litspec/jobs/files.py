@@ -32,7 +32,7 @@ from litspec.jobs.disk import (
 )
 from litspec.jobs.prompts import Prompts, Request
 
-FORMAT = 2
+FORMAT = 3
 SUMMARY = b'{\n  "texts": '  # how the file of totals begins
 SYNC_SECONDS = 1.0
 # Names of files that are removed when a job is complete, if their content is a job's too.
