@@ -6,6 +6,7 @@ drifts, but the ratio of adjacent timings is stable. *Plain* decoding is one row
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import time
@@ -354,6 +355,7 @@ def measure(
     max_new_tokens: int,
     repeats: int,
     exit_layer: int | None = None,
+    heads: Mapping[str, Drafter] = MappingProxyType({}),
     seed: int = 1234,
     simulate_acceptance: float | None = None,
     batch_sizes: Sequence[int] = (),
@@ -371,6 +373,7 @@ def measure(
         max_new_tokens: Tokens per text.
         repeats: Number of turns.
         exit_layer: Layers that draft in "early_exit".
+        heads: More drafters to measure, by the folder that each was loaded from.
         seed: Seed of the texts.
         simulate_acceptance: Acceptance to simulate at each drafter's cost; None for real drafts.
         batch_sizes: Batch sizes to measure in addition.
@@ -389,13 +392,17 @@ def measure(
         seed=seed,
     )
 
+    by_row = {f"{head.name} ({Path(folder).name})": (folder, head) for folder, head in heads.items()}
+
     def make(name: str) -> Drafter:
+        if name in by_row:
+            return copy.copy(by_row[name][1])
         drafter = llm.with_drafter(asked_for(name), exit_layer=exit_layer).drafter
         assert drafter is not None, "only 'none' gives no drafter"
         return drafter
 
     smallest = llm.runner.rows(llm.placed.rows)[0]
-    made = {drafter.name: drafter for drafter in map(make, drafters)}
+    made = {drafter.name: drafter for drafter in map(make, drafters)} | {name: make(name) for name in by_row}
     runs = [Run("none", 0, 1), Run("none", 0, smallest), *(Run(name, k, width) for name in made for k in ks)]
     done, total = 0, len(prompts) + 1 + len(runs) * (1 + repeats * len(prompts)) + len(batch_sizes) * (1 + repeats)
 
@@ -482,7 +489,8 @@ def measure(
                 **{name: settings[name] for name in (*GENERATED, "seed")},
             )
         )
-    advice = advise(runs, parts, exit_layer, simulate_acceptance)
+    folders = {name: str(folder) for name, (folder, _) in by_row.items()}
+    advice = advise(runs, parts, exit_layer, simulate_acceptance, folders)
     # Smaller weights may stay in the processor's cache, which is faster than memory.
     share = parts.weight_bandwidth / parts.copy_bandwidth if parts.weight_bytes > 256e6 else 0.0
     if warning := noise([_speed(turn) for turn in measured[0]], share):
@@ -641,15 +649,27 @@ def _seconds_per_token(text: Completion) -> float:
 
 
 def advise(
-    runs: Sequence[Run], parts: Parts, exit_layer: int | None = None, simulate_acceptance: float | None = None
+    runs: Sequence[Run],
+    parts: Parts,
+    exit_layer: int | None = None,
+    simulate_acceptance: float | None = None,
+    folders: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """The recommended drafter and k for this pair on this machine, in one line."""
+    """The recommended drafter and k for this pair on this machine, in one line.
+
+    Args:
+        runs, parts: The results.
+        exit_layer, simulate_acceptance: See `measure`.
+        folders: Folders of the drafters that came from `heads`, by the name in `runs`.
+    """
     best = max((run for run in runs if run.drafter != "none"), key=lambda run: run.speedup)
     simulated = "" if simulate_acceptance is None else f"Simulated, with {simulate_acceptance:.0%} right proposals: "
     if best.speedup > 1:
         exit_at = f" --exit_layer {exit_layer}" if best.drafter == "early_exit" and exit_layer is not None else ""
+        folder = folders.get(best.drafter)
+        chosen = f"--drafter {asked_for(best.drafter)}" if folder is None else f"--draft_dir {folder}"
         return (
-            f"{simulated}Best here: --drafter {asked_for(best.drafter)}{exit_at} --speculative_k {best.k}, "
+            f"{simulated}Best here: {chosen}{exit_at} --speculative_k {best.k}, "
             f"{best.speedup:.2f} times plain decoding."
         )
     verifying = parts.verify_for(round(best.proposed_per_round)) / parts.verify[1]

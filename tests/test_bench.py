@@ -454,6 +454,27 @@ def flags_of(pair: tuple[Path, Path], *more: Any) -> list[Any]:
     return [*flags, "--max_new_tokens", 24, "--speculative_k", "1,3,auto,3", *more]
 
 
+@pytest.mark.slow
+def test_heads_are_measured_beside_the_draft_model_and_advised_by_their_folder(
+    capsys: pytest.CaptureFixture[str], pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    first, second = (random_dflash(tiny_config(), tmp_path / name, seed=i) for i, name in enumerate("ab"))
+    flags = flags_of(pair, "--heads", f"{first}, {second}", "--speculative_k", 2, "--output_format", "json")
+    code, out, err = run(capsys, *flags)
+    assert code == 0, err
+    report = json.loads(out)
+    names = [run["drafter"] for run in report["runs"]]
+    assert names == ["none", "none", "draft_model", "prompt_lookup", "early_exit", "dflash (a)", "dflash (b)"]
+    assert all(run["proposed_per_round"] > 0 for run in report["runs"] if "dflash" in run["drafter"])
+    assert {"dflash (a)", "dflash (b)"} <= set(report["parts"]["draft"])
+
+
+def test_the_advice_names_the_folder_of_a_head() -> None:
+    runs = [Run("none", 0, 1), Run("none", 0, 8), Run("draft_model", 4, 8, speedup=2.0), Run("dflash (a)", 4, 8)]
+    runs[-1].speedup = 3.0
+    assert "--draft_dir x/a --speculative_k 4, 3.00" in advise(runs, PARTS, folders={"dflash (a)": "x/a"})
+
+
 def numbers(value: Any) -> list[float]:
     """All numbers in a JSON value."""
     if isinstance(value, dict):
@@ -600,6 +621,7 @@ def test_bad_input_is_found_before_anything_is_loaded(
         (["--temperature", -1], ["temperature", "-1"]),
         (["--prompts_file", tmp_path / "nowhere.txt"], ["prompts_file", "nowhere.txt"]),
         (["--prompts_file", tmp_path / "empty.txt"], ["prompts_file", "empty.txt", "no prompt"]),
+        (["--heads", f"{tmp_path / 'nowhere'},"], ["heads", "nowhere", "draft_dir"]),
         (["--plot", tmp_path / "nowhere" / "bench.png"], ["plot", "nowhere"]),
         (["--plot", tmp_path], ["plot", str(tmp_path)]),
         (["--plot", tmp_path / "bench.docx"], ["plot", "bench.docx", ".png"]),

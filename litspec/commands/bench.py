@@ -33,6 +33,7 @@ def bench(
     load: LoadConfig,
     *,
     drafter: BenchDrafterName = "all",
+    heads: str = "",
     prompts_file: str | None = None,
     speculative_k: str = "1,2,4,7,auto",
     repeats: int = 5,
@@ -53,6 +54,8 @@ def bench(
         {load}
         drafter: The drafter to measure; all measures the draft model or head of draft_dir (if there is one),
             prompt_lookup and early_exit.
+        heads: More folders of published or trained heads for this target, separated by commas, to compare with the
+            other drafters.
         prompts_file: Text file with one prompt per line; by default three built-in prompts.
         speculative_k: Proposals per round, a comma-separated list of whole numbers below verify_width, or auto.
         repeats: Number of repetitions.
@@ -72,6 +75,7 @@ def bench(
     from litspec.benchmark import check_plot, measure, plain_decoder, plot_report
     from litspec.commands.generate import announce_compiling
     from litspec.commands.verify import PROMPTS, read_prompts
+    from litspec.drafters.folders import load_published
     from litspec.errors import InputError
     from litspec.llm import SpecLLM
     from litspec.placement import process_rank
@@ -102,6 +106,9 @@ def bench(
         prompts, repeats, max_new_tokens = prompts[:1], min(repeats, 2), min(max_new_tokens, 32)
     if plot is not None and process_rank() == 0:
         check_plot(plot)
+
+    folders = [item.strip() for item in heads.split(",") if item.strip()]
+    kinds = {folder: _head_kind(folder) for folder in folders}
 
     given = replace(load, drafter="auto" if drafter == "all" else drafter)
     alone = replace(load, draft_dir=None, drafter="none", verify_width=1, draft_precision=None, draft_device=None)
@@ -146,6 +153,7 @@ def bench(
             max_new_tokens=max_new_tokens,
             repeats=repeats,
             exit_layer=load.exit_layer,
+            heads={folder: load_published(folder, kind, llm.placed.model) for folder, kind in kinds.items()},
             seed=settings.seed,
             simulate_acceptance=simulate_acceptance,
             batch_sizes=batch_sizes,
@@ -161,6 +169,17 @@ def bench(
     if plot is not None:
         plot_report(report, plot)
     return 0
+
+
+def _head_kind(folder: str) -> Any:
+    """The kind of drafter in a folder that must hold a head."""
+    from litspec.drafters.folders import kind_of
+    from litspec.errors import InputError
+
+    kind = kind_of(folder)
+    if kind == "litgpt":
+        raise InputError(f"heads names {folder!r}, which is not the folder of a head; give a checkpoint as draft_dir.")
+    return kind
 
 
 def _parse_ks(text: str, verify_width: int) -> list[Any]:
