@@ -150,7 +150,8 @@ def die(folder: Path, number: int) -> None:
 
         llm.placed.agree = last_words
     try:
-        llm.generate(PROMPTS[0], max_new_tokens=200)
+        # A text without stops, so that it cannot end before the third round.
+        llm.generate(PROMPTS[0], max_new_tokens=200, min_new_tokens=200, seed=1)
     except LostRank as error:
         # As the command ends: threads that wait for the lost rank would abort the interpreter on its way out.
         print(f"LostRank: {error}", file=sys.stderr, flush=True)

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from families import FAMILIES, VOCAB, model_of
+from litgpt.config import Config
 
 from litspec.engine.rows import class_limit, distinct_blocks, find_rows
 from litspec.errors import InputError
@@ -139,3 +140,44 @@ def test_a_batch_may_have_as_many_rows_as_keep_their_bits() -> None:
     assert class_limit(model, rows, 128) == 16
     model.lm_head.odd_ones = frozenset({16})
     assert class_limit(model, rows, 128) == 8
+
+
+def small_layers_of(width: int, vocab_size: int = VOCAB) -> GPT:
+    """A bf16 model whose smallest layer has width x width elements."""
+    sizes = dict(n_layer=2, n_head=2, n_embd=width, vocab_size=vocab_size, padded_vocab_size=vocab_size)
+    config = Config(name="small", block_size=256, rotary_percentage=1.0, **sizes)
+    model = GPT(config).to(torch.bfloat16)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=width**-0.5)
+    model.bind()
+    return model
+
+
+@pytest.mark.parametrize(("width", "rows"), [(32, (5, 6, 7, 8)), (64, (2, 3, 4, 5, 6, 7, 8))])
+def test_a_class_lies_on_one_side_of_the_size_where_bf16_products_change_their_kernel(
+    width: int, rows: tuple[int, ...]
+) -> None:
+    assert find_rows(small_layers_of(width), 8) == rows
+
+
+def test_a_batch_does_not_cross_the_size_where_bf16_products_change_their_kernel() -> None:
+    # The largest layers, of 8 x 32, change their kernel after 16 rows.
+    model = small_layers_of(8, vocab_size=16)
+    assert find_rows(model, 8) == (2, 3, 4, 5, 6, 7, 8)
+    assert class_limit(model, range(2, 9), 128) == 16
+    assert class_limit(small_layers_of(32), range(5, 9), 128) >= 128
+
+
+@pytest.mark.slow
+def test_bf16_products_of_a_class_are_equal_in_a_million_results() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for width in (16, 32, 48, 64):
+        weight = torch.randn(width, width, generator=generator).bfloat16() / width**0.5
+        most = 8
+        rows = [n for n in range(2, most + 1) if (n * width**2 > 4096) == (most * width**2 > 4096)]
+        assert len(rows) > 1
+        for _ in range(1_000_000 // (most * width)):
+            x = torch.randn(most, width, generator=generator).bfloat16()
+            want = torch.mm(x, weight.t())
+            for n in rows[:-1]:
+                assert torch.equal(torch.mm(x[:n], weight.t()), want[:n]), (width, n)

@@ -14,10 +14,11 @@ smallest that it needs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from litspec.errors import InputError
 from litspec.model import GPT, KVCache
@@ -30,6 +31,10 @@ BORDERS = (64, 128, 256, 512, 1024)
 LOUD = 2.0**22
 # Row counts tried, from `most` up, if the result of a row depends on its place in the block.
 MORE = 8
+# On a CPU PyTorch leaves a 16-bit product to oneDNN if rows * inputs * outputs is more than this; else it uses a kernel
+# of its own (ATen/native/mkldnn/Matmul.cpp). With a layer of 32 x 32, 26 of 1.3 million results of 2 rows differed from
+# those of 8 rows, too few to be seen in a trial.
+SMALL_PRODUCT = 16**3
 # Positions of the texts in a trial batch: one in each of the first buckets, and one after the first chunk of 512.
 SHORT, LONG = (4, 60, 100), (4, 60, 300, 532)
 
@@ -131,7 +136,8 @@ def find_rows(model: GPT, most: int, *, borders: Sequence[int] = BORDERS) -> tup
         if all(trial.keeps_place(position, size, position == with_logits) for position in first):
             break
     most = size
-    found = set(range(2, most))
+    kernels = trial.kernels([0], most)
+    found = {n for n in range(2, most) if trial.kernels([0], n) == kernels}
     for position in first:
         logits = position == with_logits
         want = trial.run([position], most, logits)
@@ -164,12 +170,15 @@ def class_limit(model: GPT | Layers, rows: Sequence[int], at_least: int) -> int:
     most = rows[-1]
     odd = next((n for n in reversed(rows) if n % 2 and n not in (rows[0], most)), most)
     limit = most
+    kernels = _Trial(layers, most, most).kernels([0], most)
     while limit < at_least:
         total = 2 * limit
         for n in sorted({rows[0], odd, most}):
             positions = [p for p in (LONG if n == most else SHORT) if p + n <= layers.block_size]
             trial = _Trial(layers, positions[-1] + n, most, batch_size=total // n)
             first = [positions[b % len(positions)] for b in range(total // n)]
+            if trial.kernels(first, n) != kernels:
+                return limit
             # The longest text comes last, so that an influence on the sequence before it would show.
             together = trial.run(first, n, logits=n == most)
             for b, position in enumerate(first[: len(positions)]):
@@ -223,6 +232,14 @@ class _Trial:
         here, next_one = self.run([position], n, logits), self.run([position + 1], n, logits)
         return here.part(1, n - 1).equals(next_one.part(0, n - 1))
 
+    def kernels(self, first: Sequence[int], n: int) -> frozenset[tuple[int, int, bool]]:
+        """Inputs and outputs of each 16-bit product, and whether it is small; empty on other devices than a CPU."""
+        if not self.cache.slots.is_cpu:
+            return frozenset()
+        with _Products() as products:
+            self.run(first, n, logits=True)
+        return frozenset(products.seen)
+
     def run(self, first: Sequence[int], n: int, logits: bool, at: int = 0) -> _Seen:
         """Runs n rows of the text from each position in `first`, in the cache's sequences from `at` on."""
         cache = self.cache.sequences(at, at + len(first))
@@ -233,6 +250,23 @@ class _Trial:
             own = places.to(buffer.device)[:, None, :, None].expand(-1, buffer.size(1), -1, buffer.size(3))
             written.append(buffer.gather(2, own).transpose(1, 2).flatten(0, 1))
         return _Seen([*results, *written])
+
+
+class _Products(TorchDispatchMode):
+    """Records the 16-bit matrix products that run: inputs, outputs, and whether the product is small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[int, int, bool]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # The place of the left factor among the arguments; for `linear` the right one is transposed.
+        at = {"mm": 0, "bmm": 0, "linear": 0, "addmm": 1, "baddbmm": 1}.get(func.overloadpacket.__name__)
+        if at is not None and args[at].dtype in (torch.bfloat16, torch.float16):
+            left, right = args[at : at + 2]
+            inputs, outputs = right.mT.shape[-2:] if func.overloadpacket.__name__ == "linear" else right.shape[-2:]
+            self.seen.add((inputs, outputs, left.numel() * outputs <= SMALL_PRODUCT))
+        return func(*args, **(kwargs or {}))
 
 
 def _kind(block: Block) -> tuple[object, ...]:
