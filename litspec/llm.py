@@ -646,7 +646,7 @@ class SpecLLM:
             if key not in self._costs:
                 self._costs[key] = modelled(self.placed, drafter, most)
             return AdaptiveK(self._costs[key], Acceptance(most))
-        accepted = self._accepted.setdefault((id(drafter), sampler.kind), Acceptance(most))
+        accepted = self._accepted.setdefault((id(drafter), sampler.batch_key), Acceptance(most))
         alone = self._timed(engine, drafter, most, sampler, 1)
         if engine.slots == 1:
             return AdaptiveK(alone, accepted)
@@ -656,7 +656,7 @@ class SpecLLM:
 
     def _timed(self, engine: Engine, drafter: Drafter, most: int, sampler: Sampler, count: int) -> RoundCosts:
         """Costs of rounds with `count` texts. They are measured only while the engine is empty."""
-        key = id(drafter), sampler.kind, count
+        key = id(drafter), sampler.batch_key, count
         if key not in self._costs and engine.running:
             # Other sampling settings cost nearly the same.
             similar = [costs for (*who, _, n), costs in self._costs.items() if (*who, n) == (id(drafter), count)]

@@ -92,7 +92,7 @@ class Context(NamedTuple):
 
     @classmethod
     def stacked(cls, contexts: Sequence[Context]) -> Context:
-        """Stacks the contexts of several texts whose processors are of one kind."""
+        """Stacks the contexts of several texts whose processors have equal `batch_key`s."""
         fields = [[tensor for tensor in tensors if tensor is not None] for tensors in zip(*contexts)]
         return cls(*(torch.stack(tensors) if tensors else None for tensors in fields))
 
@@ -188,7 +188,7 @@ class LogitsProcessor:
         self._contexts: dict[torch.device, Context] = {}
 
     @property
-    def kind(self) -> tuple[Any, ...]:
+    def batch_key(self) -> tuple[Any, ...]:
         """The part of a graph's key for processing: equal for texts that can share a graph."""
         rules = self.rules
         penalises = rules.penalties != (1.0, 0.0, 0.0)

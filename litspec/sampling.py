@@ -186,7 +186,7 @@ class Inputs(NamedTuple):
 
     @classmethod
     def stacked(cls, inputs: Sequence[Inputs]) -> Inputs:
-        """Stacks the inputs of several texts, whose samplers are of one kind, into a batch."""
+        """Stacks the inputs of several texts, whose samplers have equal `batch_key`s."""
         contexts = [each.context for each in inputs if each.context is not None]
         context = Context.stacked(contexts) if contexts else None
         if len(inputs) == 1:
@@ -239,7 +239,7 @@ class Sampler:
         self.tables: dict[torch.device, tuple[int, torch.Tensor]] = {}  # first position, and the numbers from there on
 
     @property
-    def kind(self) -> tuple[Any, ...]:
+    def batch_key(self) -> tuple[Any, ...]:
         """The part of a graph's key for `draw` and `verify`: equal for texts that can share a graph."""
         return type(self), self.sampling, *self._rules
 
@@ -250,7 +250,7 @@ class Sampler:
 
     @property
     def _rules(self) -> tuple[Any, ...]:
-        return tuple(self._banned), None if self._processor is None else self._processor.kind, self.logprobs
+        return tuple(self._banned), None if self._processor is None else self._processor.batch_key, self.logprobs
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Takes the committed tokens of the completion, in order; the prompt is not included."""
@@ -427,7 +427,7 @@ class Greedy(Choosing):
     """The most likely token; the lowest id in a tie."""
 
     @property
-    def kind(self) -> tuple[Any, ...]:
+    def batch_key(self) -> tuple[Any, ...]:
         return type(self), *self._rules
 
     def _choose(self, logits: torch.Tensor, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -580,5 +580,5 @@ def make_sampler(
         processor: Processes the text's logits; None for no processing.
         logprobs: Log-probabilities to return with the tokens; None for none.
     """
-    kind: type[Sampler] = Coupled if sampling.sampler == "coupled" else Rejection
-    return (Greedy if sampling.greedy else kind)(sampling, banned, banned_until, seed, processor, logprobs)
+    sampled: type[Sampler] = Coupled if sampling.sampler == "coupled" else Rejection
+    return (Greedy if sampling.greedy else sampled)(sampling, banned, banned_until, seed, processor, logprobs)

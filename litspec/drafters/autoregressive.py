@@ -96,7 +96,7 @@ class ModelDrafts:
             # A text with fewer tokens than its steps need rows is drafted alone.
             exact = exact_rows(each.sampler)
             alone = i if exact is not None and len(each.rows) < exact else None
-            together.setdefault((each.sampler.kind, len(each.rows), tuple(each.pieces), alone), []).append(i)
+            together.setdefault((each.sampler.batch_key, len(each.rows), tuple(each.pieces), alone), []).append(i)
         for own in together.values():
             first = asked[own[0]]
             most = 1
@@ -175,7 +175,7 @@ class ModelDrafts:
         return torch.cat([tokens for tokens, _ in found], 1), concatenate(q) if q else None
 
     def _key(self, sampler: Sampler, n_rows: int, n: int, cache: KVCache, kv_length: int) -> Hashable:
-        return self._name, sampler.kind, n_rows, n, cache.shape, kv_length
+        return self._name, sampler.batch_key, n_rows, n, cache.shape, kv_length
 
     def _run(
         self,

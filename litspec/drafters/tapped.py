@@ -280,7 +280,7 @@ class TappedDrafter(Drafter):
         members: range,
         exact: int | None,
     ) -> list[Proposal]:
-        """Drafts for sessions without pending rows, whose samplers are of one kind.
+        """Drafts for sessions without pending rows, whose samplers have equal `batch_key`s.
 
         Args:
             sessions: The sessions, ordered by slot number.
@@ -374,7 +374,7 @@ class TappedDrafter(Drafter):
                 counts = exact_rows(session.sampler) is not None
                 exact = self.step_rows(session.target) if counts else None
                 alone = i if counts and exact is None else None
-                together.setdefault((session.sampler.kind, exact, alone), []).append(i)
+                together.setdefault((session.sampler.batch_key, exact, alone), []).append(i)
         for (_, exact, _), members in together.items():
             members.sort(key=lambda i: own[i].number)
             most = MOST_ROWS // self.rows if exact is None else self.most_texts(own[members[0]].target, exact)
@@ -620,7 +620,7 @@ def draw_chain(
     """Draws tokens one after the other.
 
     Args:
-        sessions: Sessions of the texts; their samplers are of one kind.
+        sessions: Sessions of the texts; their samplers have equal `batch_key`s.
         members: The slots that run.
         inputs: Sampler inputs of all draws, see `inputs_of`.
         logits: Logits of each slot's first token, `(N, V)`.

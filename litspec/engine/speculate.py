@@ -121,9 +121,9 @@ class Slot:
         return min(self.speculative_k, self.text.most_proposals, self.target.verify_width - 1)
 
     @property
-    def kind(self) -> Hashable:
+    def batch_key(self) -> Hashable:
         """Sampling settings: equal for texts whose tokens can be chosen together."""
-        return self.sampler.kind, self.target.stop_ids
+        return self.sampler.batch_key, self.target.stop_ids
 
     @property
     def block(self) -> tuple[Sequence[int], int]:
@@ -435,12 +435,12 @@ def verify(slots: Sequence[Slot], proposals: dict[int, Proposal], cache: Slots) 
     rows = slots[0].target.rows_for(most)
     parts: list[Outcomes] = []
     if cache.placed.runner.compiles:
-        # Always run all slots, so that one graph per kind is enough.
-        by_kind: dict[Hashable, list[Slot]] = {}
+        # Always run all slots, so that one graph per key is enough.
+        by_key: dict[Hashable, list[Slot]] = {}
         for slot in slots:
-            by_kind.setdefault(slot.kind, []).append(slot)
+            by_key.setdefault(slot.batch_key, []).append(slot)
         everything = range(len(cache.sessions))
-        parts = [_verify_together(same, proposals, cache, everything, rows) for same in by_kind.values()]
+        parts = [_verify_together(same, proposals, cache, everything, rows) for same in by_key.values()]
     else:
         for members in cache.groups([slot.number for slot in slots], rows):
             chosen = [slot for slot in slots if slot.number in members]
@@ -480,12 +480,12 @@ def _verify_together(
     input_pos = buffers.slots[places[0] :][:1] if count == 1 else torch.tensor(places, device=device)
     kv_length = buffers.bucket(max(slot.block[1] for slot in slots) + rows)
     step = Verification(target, slots, members, rows, kv_length)
-    q = [step.form(same, proposals) for same in step.kinds]
-    inputs = [step.inputs(same) for same in step.kinds]
+    q = [step.form(same, proposals) for same in step.groups]
+    inputs = [step.inputs(same) for same in step.groups]
     packed, hidden, logits = step.run(buffers, target.placed.same(block), input_pos, q, inputs)
-    order = [slot for same in step.kinds for slot in same]
+    order = [slot for same in step.groups for slot in same]
     # The outcome of an idle slot is as large as the others.
-    sizes = [next(slot.size for slot in same if slot is not None) for same in step.kinds for _ in same]
+    sizes = [next(slot.size for slot in same if slot is not None) for same in step.groups for _ in same]
     return Outcomes(packed, order, sizes, step.states(hidden), step.logits(logits))
 
 
@@ -500,7 +500,7 @@ class Verification:
         kv_length: Keys and values to read.
 
     Attributes:
-        kinds: The texts grouped by `Slot.kind`. A compiled step has one group, with None for each idle slot.
+        groups: The texts grouped by `Slot.batch_key`. A compiled step has one group, with None for each idle slot.
     """
 
     def __init__(self, target: TargetSession, slots: Sequence[Slot], members: range, rows: int, kv_length: int) -> None:
@@ -509,20 +509,20 @@ class Verification:
         self._rows = rows
         self._kv_length = kv_length
         self._slots = slots
-        self.kinds: list[list[Slot | None]]
+        self.groups: list[list[Slot | None]]
         if target.runner.compiles:
             by_number = {slot.number: slot for slot in slots}
-            self.kinds = [[by_number.get(number) for number in members]]
+            self.groups = [[by_number.get(number) for number in members]]
         else:
-            by_kind: dict[Hashable, list[Slot | None]] = {}
+            by_key: dict[Hashable, list[Slot | None]] = {}
             for slot in slots:
-                by_kind.setdefault(slot.kind, []).append(slot)
-            self.kinds = list(by_kind.values())
-        firsts = [next(slot for slot in same if slot is not None) for same in self.kinds]
+                by_key.setdefault(slot.batch_key, []).append(slot)
+            self.groups = list(by_key.values())
+        firsts = [next(slot for slot in same if slot is not None) for same in self.groups]
         self._samplers = [slot.sampler for slot in firsts]
         self._stops = [slot.stops for slot in firsts]
-        # Indices of the running sequences of each kind; None for all.
-        self._numbers = [self._which(same) for same in self.kinds]
+        # Indices of the running sequences of each group; None for all.
+        self._numbers = [self._which(same) for same in self.groups]
         self._taps = tuple(dict.fromkeys(tap for slot in slots for tap in slot.taps))
         # Texts that read a part of their prompt, their indices, and the last row of each.
         self._readers = [slot for slot in slots if slot.reading is not None]
@@ -535,20 +535,20 @@ class Verification:
         return tuple(slot.number - self._members.start for slot in same if slot is not None)
 
     def inputs(self, same: Sequence[Slot | None]) -> Inputs:
-        """Sampler inputs of texts of one kind."""
+        """Sampler inputs of a group of texts."""
         device, rows = self._target.device, self._rows
         own = [None if slot is None else slot.sampler.inputs(device, slot.text.input_pos + 1, rows) for slot in same]
         some = next(each for each in own if each is not None)
         return Inputs.stacked([some if each is None else each for each in own])
 
     def form(self, same: list[Slot | None], proposals: dict[int, Proposal]) -> Distribution | None:
-        """The distributions q of the proposals of one kind of text, padded to rows - 1 rows.
+        """The distributions q of the proposals of a group of texts, padded to rows - 1 rows.
 
         None if the sampler does not use q. All texts get one form, the widest that any of them needs: a fixed number of
         candidates, or dense. A deterministic proposal gets probability 1. Graphs have one of two forms: that of the
         sampler's own distributions, or dense.
         """
-        sampler = self._samplers[self.kinds.index(same)] if len(self.kinds) > 1 else self._samplers[0]
+        sampler = self._samplers[self.groups.index(same)] if len(self.groups) > 1 else self._samplers[0]
         if isinstance(sampler, Choosing):
             return None
         empty = _nothing(self._target.device)
@@ -588,9 +588,9 @@ class Verification:
         """The key of the step's graph: all that the graph depends on."""
         forms = tuple(None if each is None else (each.probs.size(-1), each.ids is None) for each in q)
         stops = tuple(None if each is None else each.size(0) for each in self._stops)
-        kinds = tuple(sampler.kind for sampler in self._samplers)
+        keys = tuple(sampler.batch_key for sampler in self._samplers)
         shapes = self._rows, buffers.shape, self._kv_length
-        return "verify", self._target.model, kinds, shapes, stops, forms, self._taps
+        return "verify", self._target.model, keys, shapes, stops, forms, self._taps
 
     def run(
         self,
@@ -600,15 +600,15 @@ class Verification:
         q: list[Distribution | None],
         inputs: list[Inputs],
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Runs the step. Returns the outcomes in the order of `kinds`, the states of all rows, and the logits after
+        """Runs the step. Returns the outcomes in the order of `groups`, the states of all rows, and the logits after
         parts of prompts.
 
         Args:
             buffers: Keys and values of the sequences.
             block: (sequences, rows): a token and its proposal, or a part of a prompt; then -1 as padding.
             input_pos: (sequences,), positions of the first column.
-            q: For each kind, the distributions of its proposals, rows - 1 rows per text.
-            inputs: For each kind, its sampler inputs.
+            q: For each group, the distributions of its proposals, rows - 1 rows per text.
+            inputs: For each group, its sampler inputs.
         """
         target = self._target
         model, width, vocab_size = target.model, target.verify_width, target.config.padded_vocab_size
@@ -694,7 +694,7 @@ def prepare(slot: Slot, cache: Slots) -> None:
     nothing = {slot.number: Proposal(block[0, :0])}
     for kv_length in buffers.buckets(target.max_length + rows - 1):
         step = Verification(target, [slot], range(count), rows, kv_length)
-        q = [step.form(same, nothing) for same in step.kinds]
+        q = [step.form(same, nothing) for same in step.groups]
         if step.key(buffers, q) not in runner:
             inputs = Inputs.stacked([slot.sampler.inputs(target.device, 0, rows)] * count)
             step.run(buffers, block, input_pos, q, [inputs])
