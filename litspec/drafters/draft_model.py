@@ -11,6 +11,7 @@ import torch
 
 from litspec.drafters.autoregressive import Asked, ModelDrafts, exact_rows, step_bytes
 from litspec.drafters.base import Cost, Drafter, DraftSession, Proposal
+from litspec.drafters.speculative_k import PIECES
 from litspec.model import GPT, KVCache
 from litspec.model.kv_cache import kv_bucket
 from litspec.sampling import Sampler
@@ -170,7 +171,7 @@ class DraftModelSession(DraftSession):
         self._read = False  # whether the prompt is in the cache
         self._filled = 0  # positions in the cache that are final
         self._drafted = 0  # positions after `_filled` with the last proposal, valid if it is accepted
-        self._pieces: tuple[int, ...] = (4, 2, 1)
+        self._pieces: tuple[int, ...] = PIECES
 
     @property
     def pool(self) -> Pool:

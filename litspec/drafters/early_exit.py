@@ -9,6 +9,7 @@ import torch
 
 from litspec.drafters.autoregressive import Asked, ModelDrafts, exact_rows, step_bytes
 from litspec.drafters.base import Cost, Drafter, DraftSession, Proposal
+from litspec.drafters.speculative_k import PIECES
 from litspec.errors import InputError
 from litspec.model import GPT
 from litspec.sampling import Sampler
@@ -74,7 +75,7 @@ class EarlyExitSession(DraftSession):
         self.target = target
         self._sampler = sampler
         self._tokens: list[int] = []
-        self._pieces: tuple[int, ...] = (4, 2, 1)
+        self._pieces: tuple[int, ...] = PIECES
 
     def commit(self, tokens: Sequence[int], input_pos: int, hidden: torch.Tensor | None = None) -> None:
         self._tokens += tokens

@@ -12,8 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-# Every k is a sum of these. There are few, since each needs a compiled step.
-PIECES = (4, 2, 1)
+# Every k is a sum of these. There are few, since each needs a compiled step, which takes seconds to build; a return to
+# Python between two steps takes less than 0.1 ms.
+PIECES = (3, 1)
+
+
+def pieces_of(most: int) -> tuple[int, ...]:
+    """Lengths of which every k up to `most` is a sum."""
+    return tuple(piece for piece in PIECES if piece <= most)
 
 
 class SpeculativeK(Protocol):
@@ -170,7 +176,7 @@ class AdaptiveK:
         self._acceptance = acceptance
         self._batch = batch or (lambda: (1, costs))
         most = len(costs.total) - 1
-        self.pieces = tuple(piece for piece in PIECES if piece <= most)
+        self.pieces = pieces_of(most)
 
     def speeds(self) -> list[float]:
         """Estimated tokens per unit of cost, for k = 0, 1, ..., most."""

@@ -13,7 +13,7 @@ import torch
 
 from litspec.drafters.autoregressive import step_bytes
 from litspec.drafters.base import Proposal
-from litspec.drafters.speculative_k import FixedK, RoundCosts
+from litspec.drafters.speculative_k import FixedK, RoundCosts, pieces_of
 from litspec.engine.rows import distinct_blocks
 from litspec.engine.sequence import Text
 from litspec.engine.speculate import Slot, prepare, propose, verify
@@ -83,7 +83,7 @@ class Trial:
         drafter: The drafter; None for plain decoding.
         sampler: How tokens are chosen.
         prompt: Token ids of the texts so far, at least two.
-        sizes: Proposal lengths that will be drafted.
+        pieces: Lengths of which every proposal is a sum.
         count: Number of texts; they use the first slots.
     """
 
@@ -93,7 +93,7 @@ class Trial:
         drafter: Drafter | None,
         sampler: Sampler,
         prompt: Sequence[int],
-        sizes: Sequence[int],
+        pieces: Sequence[int],
         count: int = 1,
     ) -> None:
         self._slots = slots
@@ -102,8 +102,8 @@ class Trial:
         with torch.inference_mode():
             for target in slots.sessions[:count]:
                 draft = drafter.start(target, slots.max_length, sampler) if drafter is not None else None
-                choose_k = FixedK(max(sizes, default=0))
-                choose_k.pieces = tuple(sizes)
+                choose_k = FixedK(max(pieces, default=0))
+                choose_k.pieces = tuple(pieces)
                 text = Text(len(prompt) - 1, slots.max_length, StopTokens())
                 slot = Slot(text, target, drafter, draft, sampler, choose_k)
                 prepare(slot, slots)
@@ -159,7 +159,7 @@ def timed(slots: Slots, drafter: Drafter, most: int, sampler: Sampler, count: in
     if len(widths) > 4:  # the others are interpolated
         widths = [widths[0], widths[1], widths[len(widths) // 2], widths[-1]]
     ks = sorted({1, most}) if drafter.cost(1).layers else []
-    trial = Trial(slots, drafter if ks else None, sampler, prompt, ks, count)
+    trial = Trial(slots, drafter if ks else None, sampler, prompt, pieces_of(most), count)
     seconds: dict[tuple[str, int], float] = {}
     for turn in range((TURNS if count == 1 else TURNS // 2) + 1):
         for name, part, sizes in (("verify", trial.verify, widths), ("draft", trial.draft, ks)):
