@@ -533,7 +533,8 @@ def test_a_simulated_run_of_the_command(
     assert report["advice"].startswith("Simulated, with 100% right proposals: ")
     assert report["settings"]["simulate_acceptance"] == 1
     for run_ in report["runs"][2:]:
-        assert run_["acceptance_rate"] == 1  # each text finds its own tokens
+        # Each text finds its own tokens. On a busy machine `auto` may find that proposals do not pay.
+        assert run_["acceptance_rate"] == 1 or (run_["k"] == "auto" and run_["proposed_per_round"] == 0)
     # 23 tokens after the prefill's: five rounds of four, and one that may propose two.
     assert report["runs"][3]["tokens_per_round"] == pytest.approx(23 / 6)
 
