@@ -80,7 +80,7 @@ class LoadConfig:
         metadata=_about(
             "proposals",
             "Folder of a draft model with the target's tokenizer, or of a drafter that was published for the target. "
-            "The kind is recognized by the files (see `litspec.drafters.folders`).",
+            "The kind is recognised from the files (see `litspec.drafters.folders`).",
             flag=str | None,
         ),
     )
@@ -142,13 +142,13 @@ class LoadConfig:
         default="replicated",
         metadata=_about(
             "proposals",
-            "With tensor_parallel, whether every device holds the draft model whole (replicated) or it is cut like "
-            "the target.",
+            "With tensor_parallel, whether every device has the whole draft model (replicated) or the draft model is "
+            "split like the target.",
         ),
     )
     quantize: Quantize | None = field(
         default=None,
-        metadata=_about("texts", "Quantize the target's linear layers with bitsandbytes, as in LitGPT (CUDA only)."),
+        metadata=_about("texts", "Quantise the target's linear layers with bitsandbytes, as in LitGPT (CUDA only)."),
     )
     compile: bool = field(
         default=False,
@@ -172,8 +172,8 @@ class LoadConfig:
         default=None,
         metadata=_about(
             "placing",
-            "Threads of a CPU, for the whole process; by default as many as torch takes. On a small or busy machine 1 "
-            "may be many times as fast.",
+            "Threads of a CPU, for the whole process; by default as many as torch uses. On a small or busy machine 1 "
+            "may be many times faster.",
         ),
     )
     trust_prompt_style: bool = field(
@@ -300,7 +300,8 @@ class GenerateConfig:
         default=None,
         metadata=_about(
             "texts",
-            "The text follows this grammar in Lark's notation, from its rule `start` on; @FILE reads it from a file.",
+            "The text follows this grammar in Lark's notation, starting with its rule `start`. @FILE reads it from a "
+            "file.",
         ),
     )
     response_format: Mapping[str, Any] | None = field(
@@ -357,7 +358,7 @@ class GenerateConfig:
         self._check_penalties()
         self._read_form()
         if self.logprobs is not None and not 0 <= self.logprobs <= 100:
-            raise InputError(f"logprobs must be in [0, 100], or None for none, got {self.logprobs}")
+            raise InputError(f"logprobs must be in [0, 100], or None to return none, got {self.logprobs}")
         if self.speculative_k != "auto" and self.speculative_k < 0:
             raise InputError(
                 f"speculative_k must be 'auto' or a whole number of at least 0, got {self.speculative_k!r}"
@@ -367,19 +368,19 @@ class GenerateConfig:
             raise InputError("A stop string is empty; give at least one character.")
         for stop in stops:
             if any("\ud800" <= char <= "\udfff" for char in stop):
-                raise InputError(f"The stop string {stop!r} can never come: it holds half of a surrogate pair.")
+                raise InputError(f"The stop string {stop!r} can never match: it contains an unpaired surrogate.")
         object.__setattr__(self, "stop", stops)
 
     def _read_form(self) -> None:
-        """Replaces names of files by their content, since the text depends on the content."""
+        """Replaces file names by the files' content, since the text depends on the content."""
         given = [name for name in FORMS if getattr(self, name) is not None]
         if len(given) > 1:
-            raise InputError(f"A text has one form: give {' or '.join(given)}, not both.")
+            raise InputError(f"{' and '.join(given)} cannot be combined; give one of them.")
         for name in ("regex", "grammar"):
             if (value := getattr(self, name)) is not None and names_file(name, value):
                 content = _content(name, value[1:]).removesuffix("\n")
                 if names_file(name, content):
-                    # Written so that it is not taken for a file's name when the settings are copied.
+                    # Changed so that it is not mistaken for a file name when the settings are copied.
                     content = ("\\" if name == "regex" else "\n") + content
                 object.__setattr__(self, name, content)
         if isinstance(schema := self.json_schema, str):
@@ -428,7 +429,7 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float, min_p: f
     """Checks the ranges of temperature, top-k, top-p and min-p.
 
     Raises:
-        InputError: For a value outside of them.
+        InputError: A value is out of its range.
     """
     if not temperature >= 0 or temperature == float("inf"):
         raise InputError(f"temperature must be a number of at least 0 (0 is greedy), got {temperature}")
@@ -441,13 +442,13 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float, min_p: f
 
 
 def check_drafter_choice(drafter: Any) -> None:
-    """Raises InputError for what is neither a drafter's name nor an object of the protocol."""
+    """Raises InputError if `drafter` is neither a drafter's name nor a `Drafter`."""
     choices = ", ".join(get_args(DrafterName))
     if isinstance(drafter, str):
         if drafter not in get_args(DrafterName):
             raise InputError(f"drafter must be one of {choices}, got {drafter!r}")
         return
-    from litspec.drafters.base import Drafter  # not before it is needed: the command must answer --help at once
+    from litspec.drafters.base import Drafter  # imported only when needed: `--help` must be fast
 
     if not isinstance(drafter, Drafter):
         raise InputError(
@@ -457,7 +458,7 @@ def check_drafter_choice(drafter: Any) -> None:
 
 
 def check_k(speculative_k: int | Literal["auto"], verify_width: int) -> None:
-    """Raises InputError for more proposals than there are rows to verify."""
+    """Raises InputError if there are more proposals than rows to verify them."""
     if speculative_k != "auto" and speculative_k >= verify_width:
         raise InputError(
             f"speculative_k must be below verify_width, which is {verify_width}, got {speculative_k}; "
@@ -466,7 +467,7 @@ def check_k(speculative_k: int | Literal["auto"], verify_width: int) -> None:
 
 
 def check_batch_size(batch_size: Any) -> int | Literal["auto"]:
-    """Raises InputError for what is neither "auto" nor a number of texts."""
+    """Raises InputError if `batch_size` is neither "auto" nor a positive number of texts."""
     batch_size = checked("batch_size", batch_size, int | Literal["auto"])
     if batch_size != "auto" and batch_size < 1:
         raise InputError(f"batch_size must be 'auto' or a whole number of at least 1, got {batch_size!r}")

@@ -1,4 +1,4 @@
-"""A conversation as the text that a target reads: by its prompt style or chat template, or one prompt at a time."""
+"""Turns a conversation into the text that the target reads, by its prompt style or chat template."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ _ROLES = ("system", "user", "assistant")
 
 
 class Turns:
-    """Puts the turns of a conversation together.
+    """Joins the turns of a conversation into one text.
 
     Args:
         checkpoint_dir: The target's folder.
         style: Its prompt style.
 
     Attributes:
-        kind: Who does it. "style": the prompt style, where LitGPT's takes a list of messages. "template": the folder's
-            chat template, as Hugging Face's `apply_chat_template` renders it, unless the folder's `prompt_style.yaml`
-            names a style that has another form for the first prompt. "text": nobody, as the style adds nothing
-            to a prompt; prompts and answers are one text. "single": nobody can; each prompt stands alone.
+        kind: What joins the turns. "style": the prompt style, if it accepts a list of messages. "template": the
+            folder's chat template, rendered as by Hugging Face's `apply_chat_template`, unless the folder's
+            `prompt_style.yaml` names a style that formats the first prompt differently. "text": concatenation, as the
+            style adds nothing to a prompt; prompts and answers are one text. "single": nothing; each prompt is
+            independent of earlier turns.
     """
 
     def __init__(self, checkpoint_dir: Path, style: PromptStyle) -> None:
@@ -50,10 +51,10 @@ class Turns:
             self.kind = "text"
 
     def _agree(self) -> bool:
-        """Whether template and style make the same text of one prompt.
+        """Whether template and style give the same text for one prompt.
 
-        A model that LitGPT fine-tuned has the style that it was trained with in `prompt_style.yaml`, beside the chat
-        template that its base model once had.
+        A model that was fine-tuned with LitGPT has the style of its training in `prompt_style.yaml`, beside the chat
+        template of its base model.
         """
         try:
             rendered = self._render_template([{"role": "user", "content": "a"}], None)
@@ -64,30 +65,30 @@ class Turns:
 
     @property
     def keeps_history(self) -> bool:
-        """Whether earlier turns are part of what the target reads."""
+        """Whether the target reads earlier turns."""
         return self.kind != "single"
 
     def describe(self) -> str:
-        """Who puts the turns together, as a sentence."""
+        """How the turns are joined, as a sentence."""
         name = type(self._style).__name__
         return {
-            "style": f"Turns are put together by the prompt style {name}.",
-            "template": "Turns are put together by the checkpoint's chat template.",
-            "text": "The checkpoint's prompts have no form, so prompts and answers are one text.",
-            "single": f"The prompt style {name} has no turns, and the checkpoint no chat template that goes on from "
-            "it; each prompt stands alone.",
+            "style": f"Turns are joined by the prompt style {name}.",
+            "template": "Turns are joined by the checkpoint's chat template.",
+            "text": "The checkpoint's prompts have no format, so prompts and answers are one text.",
+            "single": f"The prompt style {name} has no turns, and the checkpoint has no chat template that agrees "
+            "with it; each prompt is independent of earlier turns.",
         }[self.kind]
 
     def render(self, messages: Sequence[Message], sys_prompt: str | None = None) -> str:
         """The text that the target reads, up to where the next answer begins.
 
         Args:
-            messages: {"role": "user" or "assistant", "content": text}, in turns, of which the last is the user's. The
-                first may be {"role": "system"}.
-            sys_prompt: A system prompt, where the messages have none.
+            messages: {"role": "user" or "assistant", "content": text}, alternating, the last from the user. A message
+                with the role "system" may come first.
+            sys_prompt: A system prompt, used if the messages have none.
 
         Raises:
-            InputError: The messages are no conversation, or the chat template is broken or refuses them.
+            InputError: The messages are not a conversation, or the chat template is invalid or rejects them.
         """
         _check(messages)
         if messages[0]["role"] == "system":
@@ -98,7 +99,7 @@ class Turns:
             return "".join(
                 ("\n" if i and each["role"] == "user" else "") + each["content"] for i, each in enumerate(messages)
             )
-        # The first turn is the text that `generate` has for the prompt.
+        # The first turn gives the same text as `generate` uses for the prompt.
         prompt: Any = list(messages) if self.kind == "style" and len(messages) > 1 else messages[-1]["content"]
         return str(self._style.apply(prompt, sys_prompt=sys_prompt))
 
@@ -135,8 +136,8 @@ def _check(messages: Sequence[Message]) -> None:
     expected = [_ROLES[1 + i % 2] for i in range(len(turns))]
     if turns != expected or len(turns) % 2 == 0:
         raise InputError(
-            f"Roles must be user, assistant, user and so on, the last a user, with one system message first at most; "
-            f"got {', '.join(map(str, roles))}."
+            f"Roles must alternate (user, assistant, user and so on) and end with user; one system message may come "
+            f"first; got {', '.join(map(str, roles))}."
         )
 
 
@@ -149,7 +150,7 @@ def _read_template(folder: Path) -> tuple[str | None, dict[str, str]]:
         template = own.read_text(encoding="utf-8") if own.is_file() else config.get("chat_template")
     except (OSError, ValueError, AttributeError) as error:
         raise InputError(f"The chat template of {str(folder)!r} cannot be read: {error}.") from error
-    if isinstance(template, list):  # several by name
+    if isinstance(template, list):  # several templates, by name
         named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
         template = named.get("default")
     names = {}
@@ -166,4 +167,4 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)  # jinja2's own escapes what HTML would take for tags
+    return json.dumps(value, ensure_ascii=False, indent=indent)  # jinja2's own filter escapes HTML

@@ -1,4 +1,4 @@
-"""Hugging Face folders: which of LitGPT's models one holds, and its conversion by LitGPT's own converter."""
+"""Hugging Face folders: finds the name of the model in LitGPT, and runs LitGPT's own converter."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from litgpt.config import name_to_config
 from litspec.errors import InputError
 
 WEIGHTS = "lit_model.pth"
-# How the names of LitGPT's models begin, by Hugging Face's architecture; its converter goes by these too. An empty
-# beginning stands for all that begin with none of the others.
+# Prefixes of LitGPT's model names, by Hugging Face's architecture; LitGPT's converter uses them too. An empty prefix
+# stands for all names that have none of the other prefixes.
 _NAMES: dict[str, tuple[str, ...]] = {
     "LlamaForCausalLM": ("",),
     "MistralForCausalLM": ("mistral", "mathstral"),
@@ -50,11 +50,12 @@ _SIZES = {
 def model_name(folder: Path) -> str | None:
     """The name that LitGPT has for the model of a Hugging Face folder, by the sizes in its `config.json`.
 
-    Of several with these sizes (a base model, the same one tuned for chats), the one whose name is most like the
-    folder's is taken, of those that are tuned where the folder has a chat template.
+    If several have these sizes (a base model and its chat version), the one whose name is most similar to the folder's
+    is chosen; then one with the same context length; then a chat version if the folder has a chat template, else a base
+    model.
 
     Returns:
-        None where LitGPT has no model of this architecture with these sizes.
+        None if LitGPT has no model of this architecture with these sizes.
     """
     hf = _read(folder / "config.json")
     families = [family for name in hf.get("architectures") or [] for family in _NAMES.get(str(name), ())]
@@ -71,14 +72,14 @@ def model_name(folder: Path) -> str | None:
         exact = name.lower() in (folder.name.lower(), str(hub).rpartition("/")[2].lower())
         is_tuned = any(mark in name.lower() for mark in ("instruct", "chat", "-it", "zephyr"))
         length = name_to_config[name].get("block_size") == hf.get("max_position_embeddings")
-        # A folder called anything but a model's name says little.
+        # A folder name that is unlike any model's name says little.
         return float(exact) + (same if same > 0.6 else 0.0), length, is_tuned == tuned, -len(name)
 
     return max(found, key=likeness, default=None)
 
 
 def command_for(folder: Path) -> str:
-    """Ends a sentence with the command that converts the folder, or with why there is none."""
+    """The end of a sentence: the command that converts the folder, or why there is none."""
     if (name := model_name(folder)) is not None:
         return (
             f"convert it with `litgpt convert_to_litgpt {folder} --model_name {name}`, or have it converted with "
@@ -95,7 +96,7 @@ def command_for(folder: Path) -> str:
 
 
 def convert(folder: Path, role: str) -> None:
-    """Converts a Hugging Face folder in place by LitGPT's converter; it writes lit_model.pth and model_config.yaml.
+    """Converts a Hugging Face folder in place with LitGPT's converter. It writes lit_model.pth and model_config.yaml.
 
     Raises:
         InputError: LitGPT has no such model, or its converter fails; then neither file is left behind.
@@ -149,7 +150,7 @@ def _fits(config: Mapping[str, Any], hf: Mapping[str, Any]) -> bool:
     for theirs, ours in _SIZES.items():
         value, own = hf.get(theirs), getattr(made, ours)
         if ours == "intermediate_size" and made.moe_intermediate_size:
-            continue  # a size that a mixture of experts may have and not use
+            continue  # a mixture of experts may have this size without using it
         if isinstance(value, int) and value != own:
             return False
     base = hf.get("rope_theta") or (hf.get("rope_parameters") or {}).get("rope_theta")

@@ -93,7 +93,7 @@ def test_without_either_the_text_runs_on_or_a_prompt_stands_alone(tmp_path: Path
     assert plain.kind == "text" and plain.render(TALK) == "Hi <there> Hello!\nand?"
     alpaca = PromptStyle.from_name("alpaca")
     single = Turns(made, alpaca)
-    assert single.kind == "single" and not single.keeps_history and "alone" in single.describe()
+    assert single.kind == "single" and not single.keeps_history and "independent" in single.describe()
     assert single.render(TALK) == alpaca.apply("and?")
 
 

@@ -310,7 +310,7 @@ def test_a_sentencepiece_tokenizer_has_grammars_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"json_schema": {}, "regex": "a"}, "^A text has one form: give json_schema or regex, not both"),
+        ({"json_schema": {}, "regex": "a"}, "^json_schema and regex cannot be combined; give one of them"),
         ({"json_schema": '{"type": '}, "^json_schema is not JSON: "),
         ({"json_schema": "no/such.json"}, "^json_schema names the file 'no/such.json', which cannot be read: No such"),
         ({"regex": "@no/such"}, "^regex names the file 'no/such', which cannot be read: No such"),

@@ -356,10 +356,10 @@ def test_a_file_with_more_lines_than_the_job_has_is_refused(
 def test_a_file_that_no_job_wrote_is_never_touched(job: Callable[..., int], quick: Quick, tmp_path: Path) -> None:
     for name, content in (("a.jsonl", b"precious"), ("b.jsonl", b""), ("c.jsonl.stats.jsonl", b"precious")):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(InputError, match=r"exists, but no"):
+        with pytest.raises(InputError, match=r"exists without"):
             job(name.removesuffix(".stats.jsonl"))
         assert (tmp_path / name).read_bytes() == content
-    with pytest.raises(InputError, match=r"exists, but no"):
+    with pytest.raises(InputError, match=r"exists without"):
         job("in.jsonl")  # the prompts themselves
     assert quick.loads == 0
     with pytest.raises(InputError, match="does not exist"):
@@ -407,7 +407,7 @@ def test_resuming_with_other_settings_is_refused_by_name(
     left = (tmp_path / "out.jsonl").read_bytes()
     with pytest.raises(InputError, match=named) as refused:
         job(**change)
-    assert str(refused.value).endswith("give the same as then, or another out_file.")
+    assert str(refused.value).endswith("use the same settings as before, or another out_file.")
     assert (tmp_path / "out.jsonl").read_bytes() == left and quick.loads == 1
     assert job() == 0
 
@@ -511,7 +511,7 @@ BAD: list[tuple[str, str]] = [
     ('{"text": "x"}', "prompt must be a string, but the line has none"),
     ('{"prompt": 5}', "prompt must be a string, got 5"),
     ('{"prompt": null}', "prompt must be a string, got None"),
-    ('{"prompt": "x", "max_tokens": 5}', "unknown key 'max_tokens'; known are id, prompt, sys_prompt, max_new_tokens"),
+    ('{"prompt": "x", "max_tokens": 5}', "unknown key 'max_tokens'; known keys are id, prompt, sys_prompt"),
     ('{"prompt": "x", "speculative_k": 5}', "unknown key 'speculative_k'"),
     ('{"prompt": "x", "max_new_tokens": "5"}', "max_new_tokens must be a whole number, got '5'"),
     ('{"prompt": "x", "max_new_tokens": 5.5}', "max_new_tokens must be a whole number"),
@@ -524,7 +524,7 @@ BAD: list[tuple[str, str]] = [
     ('{"prompt": "x", "stop": [1]}', "stop must be a string, a list of strings or null"),
     ('{"prompt": "x", "stop": [""]}', "stop string is empty"),
     ('{"prompt": "x", "id": [1]}', "id must be a string or a whole number"),
-    ('{"prompt": "\\ud83e"}', "half of a surrogate pair"),
+    ('{"prompt": "\\ud83e"}', "an unpaired surrogate"),
     ('{"prompt": ""}', "has no tokens"),
     (json.dumps({"prompt": "x" * 1100}), "block_size is 1024"),
     ('{"prompt": "x", "max_new_tokens": 1000000000000000000000000}', "block_size is 1024"),
@@ -658,7 +658,7 @@ def test_sigterm_ends_a_job_behind_its_present_text(
     out = tmp_path / "out.jsonl"
     assert out.read_bytes() == b"".join(expected.splitlines(keepends=True)[:3])
     assert len(read(stats_of(out))) == 3
-    assert "SIGTERM: ending after the texts that have begun" in capfd.readouterr().err
+    assert "SIGTERM: stopping after the running texts" in capfd.readouterr().err
     assert job() == 0
     assert_whole(out, expected)
     assert len(quick.calls) == 5
@@ -966,7 +966,7 @@ def test_a_rank_that_cannot_write_ends_the_job_with_a_sentence(real: RealJob, tm
     # The errors of a child make it end with 1, as any exception does.
     assert real.run(out, ranks=2, limits={1: 3500}, batch_size=1) == [1, 1]
     said = (tmp_path / "stderr.txt").read_text()
-    assert "rank1-0.part' cannot be written: File too large" in said and "Another rank could not go on" in said
+    assert "rank1-0.part' cannot be written: File too large" in said and "Another rank could not continue" in said
     assert real.run(out, limits={0: 1500}, batch_size=1) == [1]
     assert b"\n" in out.read_bytes() and real.expected.startswith(out.read_bytes())
     assert real.run(out) == [0]
@@ -1016,7 +1016,7 @@ def test_a_second_sigterm_ends_a_job_at_once(real: RealJob, tmp_path: Path) -> N
     process = real.start(out, path=write_prompts(tmp_path, lines))[0]
     wait_for(lambda: whole_lines(out) == 1)
     os.kill(process.pid, signal.SIGTERM)
-    wait_for(lambda: "a second one ends at once" in (tmp_path / "stderr.txt").read_text())
+    wait_for(lambda: "a second SIGTERM stops at once" in (tmp_path / "stderr.txt").read_text())
     os.kill(process.pid, signal.SIGTERM)
     process.join(120)
     assert process.exitcode == -signal.SIGTERM  # which a shell calls 143

@@ -483,14 +483,14 @@ def test_bytes_are_those_of_the_weights_as_stored() -> None:
         ({"draft_placement": "cut"}, "draft_placement must be one of .*, got 'cut'"),
         ({"precision": "bf16-mixed"}, "precision must be one of .*, got 'bf16-mixed'"),
         ({"quantize": "bnb.nf5"}, "quantize must be one of .*, got 'bnb.nf5'"),
-        ({"placement": "single", "devices": 2}, "takes one device, but devices = 2"),
+        ({"placement": "single", "devices": 2}, "uses one device, but devices = 2"),
         ({"accelerator": "abacus"}, "accelerator = 'abacus'"),
         ({"devices": 0}, "devices = 0"),
-        ({"draft_device": "abacus:1"}, "draft_device = 'abacus:1' is no device"),
+        ({"draft_device": "abacus:1"}, "draft_device = 'abacus:1' is not a device"),
         ({"placement": "sequential", "num_nodes": 2}, "one process on one machine, but there are 2"),
         (
             {"placement": "tensor_parallel", "devices": 4},
-            "n_head = 6, which cannot be cut into 4 equal parts.*; 3 would",
+            "n_head = 6, which cannot be split into 4 equal parts.* works is 3",
         ),
     ],
 )

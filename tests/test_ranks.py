@@ -126,5 +126,5 @@ def test_a_rank_that_waits_alone_says_so_and_ends_within_a_minute(folder: Path) 
     began = time.monotonic()
     _, said = process.communicate(timeout=LIMIT)
     assert process.returncode == 2, said
-    assert "Rank 1 waits for all 2 ranks" in said and "no process answers" in said and "Traceback" not in said
+    assert "Rank 1 is waiting for all 2 ranks" in said and "no process answers" in said and "Traceback" not in said
     assert time.monotonic() - began < LIMIT

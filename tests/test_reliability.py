@@ -99,7 +99,7 @@ def test_what_a_killed_run_left_is_taken_away(job: Callable[..., int], tmp_path:
 def test_an_out_file_that_no_job_wrote_is_not_cut_off(job: Callable[..., int], tmp_path: Path) -> None:
     assert job() == 0
     (tmp_path / "o.jsonl").write_bytes(b"my notes, without a newline")
-    with pytest.raises(InputError, match="no job wrote"):
+    with pytest.raises(InputError, match="not written by a job"):
         job()
     assert (tmp_path / "o.jsonl").read_bytes() == b"my notes, without a newline"
 
@@ -130,7 +130,7 @@ def test_an_out_file_that_goes_or_changes_in_the_middle_is_noticed(
 
 def test_prompts_from_a_pipe_are_refused(job: Callable[..., int], tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
-    with pytest.raises(InputError, match="no plain file"):
+    with pytest.raises(InputError, match="not a regular file"):
         job(prompts="pipe.jsonl")
 
 

@@ -391,13 +391,13 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_an_error(folder: Path, tmp_
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"draft_dir": None}, "Say what the draft begins with"),
-    ({"from_layers": 1}, "draft_dir and from_layers both say"),
-    ({"kind": "dflash"}, "draft_dir and kind dflash both say"),
+    ({"draft_dir": None}, "Training needs a starting point: give draft_dir"),
+    ({"from_layers": 1}, "draft_dir and from_layers cannot be combined"),
+    ({"kind": "dflash"}, "draft_dir and kind dflash cannot be combined"),
     ({"draft_dir": None, "from_layers": 3}, "below the target's 3 layers, got 3"),
     ({"draft_dir": None, "kind": "dflash", "lora_r": 2}, "lora_r is for draft models"),
     ({"draft_dir": None, "kind": "dflash", "measured_k": 8}, "measured_k must be below block_size"),
-    ({"draft_dir": None, "draft_config": "nowhere.yaml"}, "is no model_config.yaml"),
+    ({"draft_dir": None, "draft_config": "nowhere.yaml"}, "is not a model_config.yaml"),
     ({"held_out": 1.0}, "held_out must be between 0 and 1"),
     ({"steps": 0}, "steps must be at least 1"),
     ({"minutes": float("nan")}, "minutes must be a number above 0"),
@@ -434,8 +434,8 @@ def other_tokenizer(folder: Path, tmp: Path) -> dict[str, Any]:
     ("make", "sentence"),
     [
         (no_prompts, "holds 1 prompts; at least 2 are needed"),
-        (foreign_folder, "holds 'thesis.tex', which no run of this command has made"),
-        (the_draft_itself, "is draft_dir itself, which would be overwritten"),
+        (foreign_folder, "holds 'thesis.tex', which was not written by this command"),
+        (the_draft_itself, "is also draft_dir, which would be overwritten"),
         (other_tokenizer, "differ"),
         (lambda folder, tmp: {"data": tmp / "nothing"}, "does not exist; give a file of prompts"),
     ],

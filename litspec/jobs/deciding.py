@@ -63,10 +63,10 @@ def _table_of_contents(file: BinaryIO, checkpoint: Checkpoint) -> list[str]:
             return [f"{item.filename} {item.file_size} {item.CRC}" for item in archive.infolist()]
     except OSError:
         raise
-    except Exception as error:  # a damaged one can raise nearly anything
+    except Exception as error:  # a damaged archive can raise almost any exception
         raise InputError(
-            f"{str(checkpoint.weights)!r} ({checkpoint.role}) is damaged, its table of contents cannot be read: "
-            f"{' '.join(str(error).split())}; download or convert the checkpoint again."
+            f"{str(checkpoint.weights)!r} ({checkpoint.role}) is damaged: its table of contents cannot be read "
+            f"({' '.join(str(error).split())}); download or convert the checkpoint again."
         ) from error
 
 
@@ -167,14 +167,14 @@ def depends_on_proposals(prompts: Prompts, settings: Mapping[str, Any]) -> bool:
             given = {**settings, **own}
             ranges.append((given["temperature"], given["top_p"]))
     for temperature, top_p in dict.fromkeys(ranges):
-        with suppress(InputError):  # such a line will be an error
+        with suppress(InputError):  # such a line becomes an error
             if not Sampling(temperature, None, top_p).greedy:
                 return True
     return False
 
 
 def refuse_other(out: Path, begun: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Compares the settings of an earlier run with the present ones, as far as these are known.
+    """Compares the settings of an earlier run with the current ones, as far as these are known.
 
     Raises:
         InputError: They differ. The message names all that changed.
@@ -183,7 +183,7 @@ def refuse_other(out: Path, begun: Mapping[str, Any], wanted: Mapping[str, Any])
         "prompts_file": "the content of prompts_file",
         "checkpoint_dir": "the checkpoint in checkpoint_dir",
         "draft_dir": "the checkpoint in draft_dir",
-        "prompt_template": "what the prompt style makes of a prompt",
+        "prompt_template": "the output of the prompt style",
     }
     changed = [
         hashed.get(name) or f"{name} (then {_shown(begun.get(name))}, now {_shown(value)})"
@@ -192,8 +192,8 @@ def refuse_other(out: Path, begun: Mapping[str, Any], wanted: Mapping[str, Any])
     ]
     if changed:
         raise InputError(
-            f"{str(out)!r} was begun otherwise and cannot be resumed: {', '.join(changed)} changed; give the same as "
-            "then, or another out_file."
+            f"{str(out)!r} cannot be resumed because {', '.join(changed)} changed; use the same settings as before, or "
+            "another out_file."
         )
 
 
@@ -201,7 +201,7 @@ def _shown(value: Any, limit: int = 200) -> str:
     try:
         text = repr(value)
     except RecursionError:
-        return f"a {type(value).__name__} that is nested too deep"
+        return f"a {type(value).__name__} that is nested too deeply"
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 

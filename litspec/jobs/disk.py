@@ -21,7 +21,7 @@ from litspec.errors import InputError, printable
 
 # Opening must not follow a link to another user's file, nor block on a pipe.
 SAFELY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
-# What a lock file holds. It is empty where its process ended before it had written its name.
+# The content of a lock file. It is empty if its process ended before writing its name.
 LOCK = re.compile(rb"(process \d+ on \S{0,255})?\0*")
 
 
@@ -34,8 +34,8 @@ class LineFile:
         new: Raise FileExistsError if the file exists.
 
     Raises:
-        InputError: The disk is full; the file cannot be written, is a link or no regular file; or another process has
-            removed or changed it. All methods raise it too.
+        InputError: The disk is full; the file cannot be written, is a link or not a regular file; or another process
+            has removed or changed it. All methods raise it too.
     """
 
     def __init__(self, path: Path, size: int = 0, *, new: bool = False) -> None:
@@ -46,7 +46,7 @@ class LineFile:
             self._size = size
             if os.fstat(self._file).st_size != size:
                 os.ftruncate(self._file, size)
-                os.fsync(self._file)  # what was cut off must not come back among what is written now
+                os.fsync(self._file)  # the removed part must not reappear after a power failure
             if not existed:
                 sync_folder(path.parent)
 
@@ -79,14 +79,14 @@ class LineFile:
             in_place = False
         if not in_place:
             raise InputError(
-                f"{str(self.path)!r} was removed or replaced while the job wrote it, so the texts that it held are "
-                "lost; run the same command again to generate them again."
+                f"{str(self.path)!r} was removed or replaced while the job was writing it, so its texts are lost; run "
+                "the same command again to regenerate them."
             )
         if there.st_size != self._size:
             raise InputError(
-                f"{str(self.path)!r} was changed by another process while the job wrote it ({there.st_size:,} bytes, "
-                f"{self._size:,} were written); make sure that no other process writes it and run the same command "
-                "again."
+                f"{str(self.path)!r} was changed by another process while the job was writing it (it has "
+                f"{there.st_size:,} bytes, the job wrote {self._size:,}); make sure that no other process writes to it "
+                "and run the same command again."
             )
 
     def close(self) -> None:
@@ -119,8 +119,8 @@ def _check_plain(path: Path) -> None:
     if not stat.S_ISREG(mode):
         kinds = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe"}
         raise InputError(
-            f"{str(path)!r} is {kinds.get(stat.S_IFMT(mode), 'no plain file')}, which no job makes or follows; move it "
-            "away, or give another out_file."
+            f"{str(path)!r} is {kinds.get(stat.S_IFMT(mode), 'a device or a socket')}, not a regular file, so a job "
+            "cannot use it; move it away, or give another out_file."
         )
 
 
@@ -129,7 +129,7 @@ def read_own(path: Path) -> bytes:
 
     Raises:
         FileNotFoundError: The file does not exist.
-        InputError: It cannot be read or is no plain file.
+        InputError: It cannot be read or is not a regular file.
     """
     with reading(path), os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
         return file.read()
@@ -141,7 +141,7 @@ def whole_lines(path: Path, position: int = 0) -> Iterator[bytes]:
     After a power failure a file may hold zero bytes in place of a line. A line of JSON never contains them.
 
     Raises:
-        InputError: The file cannot be read or is no plain file.
+        InputError: The file cannot be read or is not a regular file.
     """
     with suppress(FileNotFoundError), reading(path), os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
         file.seek(position)
@@ -155,7 +155,7 @@ def begins_with(path: Path, beginning: bytes) -> bool:
     """Whether a file, perhaps written in part, begins with these bytes. True also if it is missing or empty.
 
     Raises:
-        InputError: The file cannot be read or is no plain file.
+        InputError: The file cannot be read or is not a regular file.
     """
     with suppress(FileNotFoundError), reading(path), os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
         written = file.read(len(beginning)).split(b"\0")[0]
@@ -164,7 +164,7 @@ def begins_with(path: Path, beginning: bytes) -> bool:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file atomically: after an interruption it is there whole or not at all.
+    """Writes a file atomically: after an interruption it is complete or absent.
 
     The temporary file has a random name, so no other process can have created it before.
     """
@@ -226,8 +226,8 @@ def reading(path: Path) -> Iterator[None]:
 def _refuse_full(path: Path, error: OSError) -> None:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         raise InputError(
-            f"The disk has no room for more of {str(path)!r}; free some and run the same command again: all whole "
-            "lines are kept."
+            f"The disk has no room for more of {str(path)!r}; free some space and run the same command again: all "
+            "complete lines are kept."
         ) from error
 
 
@@ -248,7 +248,7 @@ def locked(path: Path, out: Path) -> Iterator[None]:
         if not LOCK.fullmatch(os.read(lock, 600)):
             os.close(lock)
             raise InputError(
-                f"{str(path)!r}, where a job on {str(out)!r} has its lock, is a file that no job wrote; give another "
+                f"{str(path)!r} should be the lock file of {str(out)!r}, but was not written by a job; give another "
                 "out_file, or move it away."
             )
         try:
@@ -257,7 +257,7 @@ def locked(path: Path, out: Path) -> Iterator[None]:
             owner = os.pread(lock, 200, 0).decode(errors="replace").strip("\0") or "another process"
             os.close(lock)
             raise InputError(
-                f"{str(out)!r} is being written by {owner}; wait until that has ended, or give another out_file."
+                f"{str(out)!r} is being written by {owner}; wait until it has ended, or give another out_file."
             ) from None
         except OSError as error:
             why = error.strerror or error
@@ -294,7 +294,7 @@ def as_line(text: str) -> bytes:
 
 
 def load_line(line: bytes) -> dict[str, Any]:
-    """The JSON object of a line; {} if the line holds none."""
+    """The JSON object of a line; {} if the line is not a JSON object."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):

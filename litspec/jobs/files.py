@@ -35,7 +35,7 @@ from litspec.jobs.prompts import Prompts, Request
 FORMAT = 3
 SUMMARY = b'{\n  "texts": '  # how the file of totals begins
 SYNC_SECONDS = 1.0
-# Names of files that are removed when a job is complete, if their content is a job's too.
+# Names of files that are removed when a job is complete, if their content was written by a job.
 PART = re.compile(r"rank\d+-\d+\.part")
 TEMPORARY = re.compile(r"(job|summary)\.json\.[0-9a-f]{16}\.tmp")
 
@@ -89,11 +89,11 @@ class JobFiles:
         try:
             self.out = Path(os.path.realpath(out_file))
         except ValueError as error:
-            raise InputError(f"out_file is {str(out_file)!r}, which is no name of a file: {error}.") from error
+            raise InputError(f"out_file is {str(out_file)!r}, which is not a valid file name: {error}.") from error
         if not str(out_file):
-            raise InputError("out_file is ''; give the name of the file that the texts go to.")
+            raise InputError("out_file is ''; give the name of the file for the texts.")
         if not self.out.parent.is_dir():
-            raise InputError(f"The folder of out_file, {str(self.out.parent)!r}, does not exist; make it first.")
+            raise InputError(f"The folder of out_file, {str(self.out.parent)!r}, does not exist; create it first.")
         self.stats = self._beside("stats.jsonl")
         self.job = self._beside("job.json")
         self.summary = self._beside("summary.json")
@@ -114,20 +114,20 @@ class JobFiles:
             wanted: The settings that decide the texts, as far as they are known.
 
         Raises:
-            InputError: There are files that this job cannot have left.
+            InputError: There are files that this job cannot have written.
         """
         if not os.path.lexists(self.job):
             for path in (self.out, self.stats):
                 if os.path.lexists(path):
                     raise InputError(
-                        f"{str(path)!r} exists, but no {self.job.name!r} beside it tells that a job wrote it; give "
-                        "another out_file, or move it away."
+                        f"{str(path)!r} exists without {self.job.name!r}, so it was not written by a job; give another "
+                        "out_file, or move it away."
                     )
             return Done()
         description = self._description()
         self._check_stats()
         if not os.path.lexists(self.out):
-            # The run ended before its first text, or the user removed the texts: the other files are of no use then.
+            # The run ended before its first text, or the user removed the texts: the other files are useless then.
             return Done()
         refuse_other(self.out, description["decides"], wanted)
         lines = size = errors = stats_lines = stats_size = 0
@@ -140,7 +140,7 @@ class JobFiles:
                 )
             lines, size, errors = lines + 1, size + len(line), errors + ("error" in found)
         if lines == 0 and not begins_with(self.out, dump(prompts[0].head)[:-1].encode()):
-            raise InputError(f"{str(self.out)!r} holds what no job wrote; give another out_file, or move it away.")
+            raise InputError(f"{str(self.out)!r} was not written by a job; give another out_file, or move it away.")
         for line in whole_lines(self.stats):
             if stats_lines == lines or not _is_about(load_line(line), prompts[stats_lines]):
                 break
@@ -148,7 +148,7 @@ class JobFiles:
         return Done(lines, size, errors, stats_lines, stats_size, begun=True)
 
     def begin(self, prompts: Prompts, done: Done, wanted: Mapping[str, Any], device: torch.device) -> Results:
-        """Describes a new job, or checks that it is the old one. Opens the files for appending.
+        """Writes the description of a new job, or checks that of an earlier run. Opens the files for appending.
 
         Args:
             prompts: The prompts.
@@ -166,7 +166,7 @@ class JobFiles:
                 f"{name} {then.get(name)} (now {now})" for name, now in made_with.items() if then.get(name) != now
             ]
             if changed:
-                log(f"The job was begun with {', '.join(changed)}: further texts may differ in rare near-ties.")
+                log(f"The job was started with {', '.join(changed)}: further texts may differ in rare near-ties.")
             log(f"Resuming {str(self.out)!r} after {done.lines} of {len(prompts)} texts.")
         else:
             description = {"format": FORMAT, "decides": wanted, "made_with": made_with}
@@ -174,7 +174,7 @@ class JobFiles:
         return Results(self, prompts, done)
 
     def _description(self) -> dict[str, Any]:
-        """The description that `begin` wrote. Any other file of this name is refused: no job wrote it."""
+        """The description that `begin` wrote. Any other file of this name is refused: it was not written by a job."""
         content = b""
         with suppress(FileNotFoundError):
             content = read_own(self.job)
@@ -188,12 +188,12 @@ class JobFiles:
         )
 
     def _check_stats(self) -> None:
-        """Refuses a stats file that no job wrote, since it would be overwritten."""
+        """Refuses a stats file that was not written by a job, since it would be overwritten."""
         first = next(whole_lines(self.stats), None)
         found = load_line(first or b"{}")
         ours = ("id" in found and not found.keys() - {"id", "sample"}) or "new_tokens" in found or "error" in found
         if not (ours if first is not None else begins_with(self.stats, b'{"id": ')):
-            raise InputError(f"{str(self.stats)!r} holds what no job wrote; give another out_file, or move it away.")
+            raise InputError(f"{str(self.stats)!r} was not written by a job; give another out_file, or move it away.")
 
     def new_part(self, rank: int, job: int) -> PartFile:
         """Creates a file for the texts of one rank. Each run has its own, as a rank of a killed run may still write."""
@@ -205,7 +205,7 @@ class JobFiles:
                 run += 1
 
     def parts(self) -> list[Path]:
-        """The files of single ranks, of this run and earlier ones."""
+        """The files of individual ranks, of this run and earlier ones."""
         return [path for path in self._named(PART) if begins_with(path, b'{"job": ')]
 
     def _named(self, name: re.Pattern[str]) -> list[Path]:
@@ -233,9 +233,8 @@ class JobFiles:
             total["acceptance_rate"] = totals["accepted"] / totals["proposed"]
         if totals["rounds"]:
             total["mean_acceptance_length"] = (totals["new_tokens"] - len(counted)) / totals["rounds"]
-        if not os.path.lexists(self.summary) or begins_with(
-            self.summary, SUMMARY
-        ):  # never overwrite a file that no job wrote
+        # Never overwrite a file that was not written by a job.
+        if not os.path.lexists(self.summary) or begins_with(self.summary, SUMMARY):
             write_atomically(self.summary, (json.dumps(total, indent=2) + "\n").encode())
         parts = [f"{total['texts']} texts, {total['new_tokens']} tokens"]
         if totals["proposed"]:
@@ -247,7 +246,7 @@ class JobFiles:
         return f"All done: {'; '.join(parts)}."
 
     def remove_parts(self) -> None:
-        """Removes the temporary files of a job: files of single ranks, and files that were not written to their end."""
+        """Removes the temporary files of a job: files of individual ranks, and incomplete files."""
         unfinished = [
             path
             for path in self._named(TEMPORARY)
@@ -328,7 +327,7 @@ class PartFile:
 
 
 class Parts:
-    """The texts in the files of single ranks, of this run and of interrupted ones.
+    """The texts in the files of individual ranks, of this run and of interrupted ones.
 
     Args:
         files: The job's files.
@@ -364,7 +363,9 @@ class Parts:
         path, position = self._where.pop(number)
         answer = _answer(load_line(next(whole_lines(path, position), b"")))
         if answer is None or answer.number != number:
-            raise InputError(f"{str(path)!r} was removed or changed while the job read it; run the same command again.")
+            raise InputError(
+                f"{str(path)!r} was removed or changed while the job was reading it; run the same command again."
+            )
         return answer
 
 

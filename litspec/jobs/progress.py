@@ -35,7 +35,7 @@ class Meter:
         self._made = self._tokens = self._proposed = self._accepted = 0
         self._errors = done.errors
         self.running = 0
-        self._counted: set[int] = set()  # numbers of texts that are counted and not written
+        self._counted: set[int] = set()  # numbers of texts that are counted but not yet written
         self._began = self._reported = time.monotonic()
         self._bar: Any = None
 
@@ -103,7 +103,7 @@ class Interrupts:
     Ctrl-C waits until a line is written.
 
     Attributes:
-        stopping: Whether SIGTERM has come.
+        stopping: Whether SIGTERM was received.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class Interrupts:
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
             self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._terminate)
-            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if it is ignored
                 self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
         return self
 
@@ -126,7 +126,7 @@ class Interrupts:
         self.stopping = True
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # Not `print`: the signal may have interrupted a `print`.
-        os.write(2, b"litspec: SIGTERM: ending after the texts that have begun; a second one ends at once.\n")
+        os.write(2, b"litspec: SIGTERM: stopping after the running texts; a second SIGTERM stops at once.\n")
 
     def _interrupt(self, *_: Any) -> None:
         if not self._held:

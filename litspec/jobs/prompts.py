@@ -91,8 +91,8 @@ class Prompts:
             if not stat.S_ISREG(os.stat(path).st_mode):
                 # Every rank reads the file, and so does the next run. A pipe can be read only once.
                 raise InputError(
-                    f"prompts_file {str(path)!r} is no plain file; write the prompts into one, it is read more than "
-                    "once."
+                    f"prompts_file {str(path)!r} is not a regular file; write the prompts to one, because they are "
+                    "read more than once."
                 )
             content = Path(path).read_bytes()
         except OSError as error:
@@ -114,7 +114,7 @@ class Prompts:
         return self.count * self.num_samples
 
     def repeated_ids(self) -> list[str | int]:
-        """The ids that more than one prompt has, in the order in which they come."""
+        """The ids that more than one prompt has, in the order of the file."""
         if self._plain:
             return []
         counts = Counter(self[index * self.num_samples].id for index in range(self.count))
@@ -148,9 +148,9 @@ class Prompts:
         try:
             dump(found).encode()
         except UnicodeEncodeError as error:
-            raise InputError(f"{where} is not valid Unicode: it holds half of a surrogate pair.") from error
+            raise InputError(f"{where} is not valid Unicode: it contains an unpaired surrogate.") from error
         except RecursionError as error:  # writing can recurse deeper than reading
-            raise InputError(f"{where} is nested too deep; a line holds strings and numbers.") from error
+            raise InputError(f"{where} is nested too deeply; a line contains strings and numbers.") from error
         id_ = found.pop("id", None)
         if id_ is not None:
             if not (isinstance(id_, str) or _is_int(id_)):
@@ -164,11 +164,11 @@ class Prompts:
             if name == "prompt":
                 continue
             if name not in OVERRIDES:
-                raise InputError(f"{where}: unknown key {name!r}; known are id, prompt, {', '.join(OVERRIDES)}")
-            hint = int if name == "seed" else hints[name]  # a seed of null could not be resumed
+                raise InputError(f"{where}: unknown key {name!r}; known keys are id, prompt, {', '.join(OVERRIDES)}")
+            hint = int if name == "seed" else hints[name]  # without a seed the job could not be resumed
             try:
                 if isinstance(value, str) and names_file(name, value):
-                    raise InputError(f"{name} cannot name a file here, got {shown(value)}; write its content")
+                    raise InputError(f"{name} cannot name a file here, got {shown(value)}; give its content")
                 found[name] = checked(name, value, hint, none="null")
             except InputError as error:
                 raise InputError(f"{where}: {error}") from None

@@ -47,8 +47,8 @@ def run_job(
         out_file: The file for the texts. It must not exist, or be that of an earlier run of the same job.
         load: Arguments of `SpecLLM.load`.
         num_samples: Number of texts per prompt.
-        batch_size: The most texts that a rank generates at the same time. "auto" takes as many as memory holds and as
-            increase throughput. Texts do not depend on it, and a job can be resumed with another value.
+        batch_size: The most texts that a rank generates at the same time. "auto" uses as many as fit in
+            memory and increase throughput. Texts do not depend on it, and a job can be resumed with another value.
         settings: Arguments of `SpecLLM.generate`. A line of `prompts_file` can override them for its own text.
 
     Returns:
@@ -75,18 +75,18 @@ def run_job(
         if done.lines == len(prompts):
             if first:
                 files.remove_parts()
-                log(f"{str(files.out)!r} is complete, nothing is left to do. {files.summarize()}")
+                log(f"{str(files.out)!r} is complete; there is nothing left to do. {files.summarize()}")
             return SOME_FAILED if done.errors and first else 0
         llm = SpecLLM.load(**load)
         if llm.placed.is_rank_zero and not first:
-            raise InputError("Several processes were launched, but the placement has work for one; use 'replicate'.")
+            raise InputError("Several processes were launched, but the placement uses only one; choose 'replicate'.")
         if first:
             log(llm.describe())
             if repeated := prompts.repeated_ids():
                 more = f" and {len(repeated) - 10} more" if len(repeated) > 10 else ""
                 log(
-                    f"More than one prompt has the id {', '.join(map(str, repeated[:10]))}{more}; only their order "
-                    "tells such texts apart."
+                    f"More than one prompt has the id {', '.join(map(str, repeated[:10]))}{more}; only the order of "
+                    "the lines distinguishes their texts."
                 )
         team = Team(llm.placed)
         results = None
@@ -113,7 +113,7 @@ def run_job(
             log(files.summarize())
             return SOME_FAILED if results.errors else 0
         if team.failed:
-            raise InputError("Another rank could not go on, see its message; the same command resumes the job.")
+            raise InputError("Another rank could not continue (see its message); the same command resumes the job.")
         return TERMINATED
 
 
@@ -172,7 +172,7 @@ def _work(
             if need:
                 llm.reserve(need, slots)
             if team.sharing or (slots > 1 and results is not None):
-                # Texts finish in another order than that of the prompts.
+                # Texts finish in a different order from the prompts.
                 part = files.new_part(team.placed.rank, job)
             keep()
             _generate(llm, team, prompts, numbers, settings, slots, interrupts, meter, keep)
@@ -263,7 +263,7 @@ def _generate(
         # No error is written for the prompts: they may fit with a smaller batch or on another device.
         raise InputError(
             f"The device has no memory left for {slots} texts at the same time; run the same command again with a "
-            "smaller batch_size, other devices or another placement: what is finished is kept."
+            "smaller batch_size, other devices or another placement. Finished texts are kept."
         ) from full
     if failure is not None:
         raise failure

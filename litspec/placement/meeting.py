@@ -21,7 +21,7 @@ from litspec.lifeline import env_int
 from litspec.placement.heartbeat import LOST_SECONDS, LostRank
 
 MEETING_SECONDS = 60.0  # includes the time in which a rank imports its libraries
-SILENT_SECONDS = 5.0  # after this a message says what is waited for
+SILENT_SECONDS = 5.0  # after this a message says what the rank is waiting for
 LEAVING_SECONDS = 15.0  # time for started ranks to end by themselves after rank 0
 POLL_SECONDS = 0.05
 
@@ -57,39 +57,41 @@ class Meeting:
             self.rank = environment.global_rank()
             self._host, self._port = environment.main_address, environment.main_port
         if self.rank >= self.ranks:
-            raise InputError(f"This process is rank {self.rank} by its environment, but there are {self.ranks} ranks.")
+            raise InputError(
+                f"The environment says that this is rank {self.rank}, but there are {self.ranks} ranks, counted from 0."
+            )
         try:
             socket.getaddrinfo(self._host, self._port)
         except (OSError, UnicodeError) as error:
             raise InputError(
-                f"MASTER_ADDR is {self._host!r}, which is no address of a machine ({error}); give the address of rank "
-                "0's."
+                f"MASTER_ADDR is {self._host!r}, which is not the address of a machine ({error}); give the address of "
+                "the machine with rank 0."
             ) from error
 
     def _check_described(self, nodes: int, node: int) -> None:
-        """Checks the environment variables that replace a launcher which Fabric knows."""
+        """Checks the environment variables that are needed without a launcher known to Fabric."""
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if "LOCAL_RANK" in os.environ and missing:
             raise InputError(
                 f"LOCAL_RANK is {os.environ['LOCAL_RANK']!r} in the environment, as if a launcher had started this "
-                f"process, but {' and '.join(missing)} are not set; unset LOCAL_RANK, or start by torchrun."
+                f"process, but then {' and '.join(missing)} must be set too; unset LOCAL_RANK, or start with torchrun."
             )
         if nodes > 1 and (missing or "NODE_RANK" not in os.environ):
             raise InputError(
                 f"num_nodes = {nodes} needs MASTER_ADDR, MASTER_PORT and NODE_RANK in the environment of each machine, "
-                "as torchrun, `fabric run` and SLURM set them; start by one of these."
+                "as torchrun, `fabric run` and SLURM set them; use one of these."
             )
         if node >= nodes:
-            raise InputError(f"NODE_RANK is {node}, but num_nodes = {nodes}; it counts from 0.")
+            raise InputError(f"NODE_RANK must be below num_nodes = {nodes}, as it counts from 0, got {node}")
 
     def hold(self) -> dist.Store:
-        """Starts the ranks of this machine if no launcher has, and waits until all ranks are there.
+        """Starts the ranks of this machine if no launcher has, and waits until all ranks have connected.
 
         Returns:
             A store that all ranks share.
 
         Raises:
-            InputError: The port is taken, or a rank did not come within `MEETING_SECONDS`.
+            InputError: The port is in use, or a rank did not connect within `MEETING_SECONDS`.
             LostRank: A rank that this process started has ended.
         """
         until = time.monotonic() + MEETING_SECONDS
@@ -108,9 +110,11 @@ class Meeting:
                     rank for rank in missing if rank in self.children and self.children[rank].poll() is not None
                 ]:
                     code = self.children[ended[0]].returncode
-                    raise LostRank(f"Rank {ended[0]} of {self.ranks} ended with {code} before all had met.")
+                    raise LostRank(
+                        f"Rank {ended[0]} of {self.ranks} ended with exit code {code} before all ranks had connected."
+                    )
                 if time.monotonic() > until:
-                    raise InputError(f"{self._waited()}: of {self.ranks}, {self._named(missing)} did not come.")
+                    raise InputError(f"{self._waited()}: {self._named(missing)} of {self.ranks} did not connect.")
                 time.sleep(POLL_SECONDS)
             store.set_timeout(timedelta(seconds=LOST_SECONDS))
             return ours
@@ -130,7 +134,7 @@ class Meeting:
             raise InputError("MASTER_PORT is not set in the environment; give the port of rank 0.")
         if not host:
             self._reach()
-        # The process group finds the same store again by its port: that is what multi_tenant means.
+        # The process group finds the same store again by its port, which multi_tenant allows.
         options: dict[str, Any] = dict(
             timeout=timedelta(seconds=MEETING_SECONDS), wait_for_workers=False, multi_tenant=True
         )
@@ -140,7 +144,7 @@ class Meeting:
             if host:
                 raise InputError(
                     f"Rank 0 cannot open port {self._port} for the other ranks ({' '.join(str(error).split())[:160]}); "
-                    "leave MASTER_PORT out, or give a free one."
+                    "unset MASTER_PORT, or give a free one."
                 ) from error
             raise
 
@@ -197,8 +201,11 @@ class Meeting:
         return f"{self._host}:{self._port}"
 
     def _waited(self) -> str:
-        return f"Rank {self.rank} has waited for {MEETING_SECONDS:.0f} s at most at {self._place()} for the other ranks"
+        return f"Rank {self.rank} waited up to {MEETING_SECONDS:.0f} s at {self._place()} for the other ranks"
 
     def _say_waiting(self) -> None:
-        text = f"Rank {self.rank} waits for all {self.ranks} ranks at {self._place()}, {MEETING_SECONDS:.0f} s at most."
+        text = (
+            f"Rank {self.rank} is waiting for all {self.ranks} ranks at {self._place()}, for up to "
+            f"{MEETING_SECONDS:.0f} s."
+        )
         print(printable(text), file=sys.stderr, flush=True)

@@ -46,7 +46,7 @@ class Part:
         checkpoint: The checkpoint.
         dtype: Dtype of the weights.
         device: Device of the weights; None for the device of the rank.
-        cut: Whether it is cut across ranks.
+        cut: Whether it is split across ranks.
         rows: Number of rows of its forwards.
         compiled: Whether its steps are compiled.
     """
@@ -96,27 +96,27 @@ def place(
 
     Args:
         target: The target's checkpoint.
-        draft: The draft's checkpoint; None without a draft model.
+        draft: The draft model's checkpoint; None without one.
         accelerator: As in Lightning Fabric.
         devices: Number of devices per machine, or a list of them; "auto" for all. With the default of 1 all processes
             of a launcher are used.
         num_nodes: Number of machines.
-        placement: "single": the pair on one device. "tensor_parallel": the target's layers cut across all devices.
+        placement: "single": the pair on one device. "tensor_parallel": the target's layers split across all devices.
             "sequential": the target's layers in order over the devices of one process. "replicate": the pair on every
             device, for many prompts. "auto": single for one device, else tensor_parallel; with devices="auto" single
-            where the pair fits one.
+            if the pair fits on one.
         precision: Precision of the target's weights: "bf16-true", "16-true" or "32-true"; None for the device's best.
-        draft_precision: Precision of the draft's weights; None for the target's.
-        draft_device: Device of the draft, such as "cuda:1" or "cpu". None is the target's, or with "sequential" the
-            device with the most free memory.
-        draft_placement: With "tensor_parallel", whether every rank holds the draft whole ("replicated": no traffic)
-            or it is cut like the target.
-        quantize: Quantize the target's linear layers with bitsandbytes, as LitGPT does.
+        draft_precision: Precision of the draft model's weights; None for the target's.
+        draft_device: Device of the draft model, such as "cuda:1" or "cpu". None is the target's, or with "sequential"
+            the device with the most free memory.
+        draft_placement: With "tensor_parallel", whether every rank has the whole draft model ("replicated": no traffic)
+            or the draft model is split like the target.
+        quantize: Quantise the target's linear layers with bitsandbytes, as LitGPT does.
         verify_width: W, the most rows of a verification.
-        compile: Compile the steps of target and draft.
+        compile: Compile the steps of target and draft model.
 
     Raises:
-        InputError: A setting cannot be used, or a model cannot be cut or does not fit.
+        InputError: A setting cannot be used, or a model cannot be split or does not fit.
     """
     _check_choice("placement", placement, PlacementName)
     _check_choice("draft_placement", draft_placement, DraftPlacementName)
@@ -160,7 +160,7 @@ def place(
         return Single(*models, fabric.device, verify_width, runner=runner)
     if placement == "single":
         raise InputError(
-            f"placement 'single' takes one device, but devices = {devices!r} are {ranks}; choose 'tensor_parallel', "
+            f"placement 'single' uses one device, but devices = {devices!r} means {ranks}; choose 'tensor_parallel', "
             "'sequential' or 'replicate'."
         )
 
@@ -186,21 +186,26 @@ def _runner(device: torch.device, compile: bool) -> Runner:
 def _check_compile(placement: str, quantize: str | None, draft_device: str | None) -> None:
     """Raises InputError for settings that compiled steps do not support."""
     if placement in ("tensor_parallel", "sequential"):
-        raise InputError(f"compile goes with one device for a whole pair (single, replicate), not with {placement!r}.")
+        raise InputError(
+            "compile needs the whole pair on one device (placement 'single' or 'replicate'); it cannot be used with "
+            f"placement {placement!r}."
+        )
     if quantize is not None:
-        raise InputError(f"compile does not go with quantized weights (quantize = {quantize!r}).")
+        raise InputError(f"compile cannot be used with quantised weights (quantize = {quantize!r}).")
     if draft_device is not None:
-        raise InputError(f"compile wants target and draft on one device; leave out draft_device = {draft_device!r}.")
+        raise InputError(
+            f"compile needs target and draft model on one device; leave out draft_device = {draft_device!r}."
+        )
 
 
 def _cut(whole: Part, small: Part | None, draft_placement: str, ranks: int) -> tuple[Part, Part | None]:
-    """Target and draft, cut across ranks where `draft_placement` says so."""
+    """The target, split across ranks, and the draft model, split too if `draft_placement` says so."""
     Shard(whole.checkpoint.config, 0, ranks).check(whole.checkpoint.role)
     if small is not None and draft_placement == "tensor_parallel":
         if small.device is not None:
             raise InputError(
-                f"draft_device = {str(small.device)!r} goes with draft_placement 'replicated'; a draft that is cut "
-                "lies with the target."
+                f"draft_device = {str(small.device)!r} needs draft_placement 'replicated'; a split draft model is on "
+                "the target's devices."
             )
         Shard(small.checkpoint.config, 0, ranks).check("draft_dir")
         small = replace(small, cut=True)
@@ -210,7 +215,7 @@ def _cut(whole: Part, small: Part | None, draft_placement: str, ranks: int) -> t
 def _load(
     whole: Part, small: Part | None, device: torch.device, rank: int, ranks: int, quantize: str | None
 ) -> tuple[GPT, GPT | None]:
-    """Target and draft."""
+    """Target and draft model."""
     need = whole.bytes_on(rank, ranks) if quantize is None else 0
     _check_room(device, need + (small.bytes_on(rank, ranks) if small is not None else 0), ranks)
     if quantize is None:
@@ -244,7 +249,7 @@ def process_rank() -> int:
 
 
 def _launched(devices: int | str | Sequence[int], num_nodes: int) -> tuple[int | str | Sequence[int], int]:
-    """The processes per machine and machines that a launcher started, where `devices` and `num_nodes` leave it open."""
+    """The processes per machine and machines that a launcher started, unless `devices` or `num_nodes` is set."""
     if devices not in (1, "1") or num_nodes != 1:
         return devices, num_nodes
     return _by_launcher() or (devices, num_nodes)
@@ -266,8 +271,8 @@ def _check_alone(placement: str, num_nodes: int) -> None:
     local, nodes = _by_launcher() or (1, 1)
     if (processes := local * nodes * num_nodes) > 1:
         raise InputError(
-            f"placement {placement!r} is one process on one machine, but there are {processes}; start it without a "
-            "launcher, or choose 'tensor_parallel'."
+            f"placement {placement!r} uses one process on one machine, but there are {processes} processes; start it "
+            "without a launcher, or choose 'tensor_parallel'."
         )
 
 
@@ -284,7 +289,7 @@ def _start(fabric: Fabric) -> None:
 def _fabric(**settings: Any) -> Fabric:
     """Fabric, with its errors about settings as InputError."""
     if _under_fabric_run():
-        # `fabric run` has its own flag for devices and requires that a script gives the same value or none.
+        # `fabric run` has its own flag for devices and requires that a script passes the same value or none.
         settings["devices"] = os.environ.get("LT_DEVICES", settings["devices"])
     try:
         return Fabric(**settings)
@@ -293,7 +298,7 @@ def _fabric(**settings: Any) -> Fabric:
     except Exception as error:  # also errors of an accelerator's own library
         names = [name for name in ("accelerator", "devices", "num_nodes") if name in settings]
         asked = ", ".join(f"{name} = {settings[name]!r}" for name in names)
-        raise InputError(f"Lightning Fabric cannot give {asked}: {' '.join(str(error).split())}") from error
+        raise InputError(f"Lightning Fabric cannot provide {asked}: {' '.join(str(error).split())}") from error
 
 
 def _launch(
@@ -304,8 +309,8 @@ def _launch(
     if dist.is_initialized():
         if dist.get_world_size() != ranks:
             raise InputError(
-                f"placement {placement!r} asks for {ranks} processes, but this one already is one of "
-                f"{dist.get_world_size()}; load all models of a script on the same number."
+                f"placement {placement!r} needs {ranks} processes, but this process is already one of "
+                f"{dist.get_world_size()}; load all models of a script on the same number of processes."
             )
     elif "LOCAL_RANK" not in os.environ and not SLURMEnvironment.detect():
         if hasattr(sys, "ps1") or sys.flags.interactive:
@@ -318,7 +323,7 @@ def _launch(
         if __main__.__spec__ is None and not os.path.isfile(sys.argv[0]):
             raise InputError(
                 f"placement {placement!r} on {ranks} devices starts {ranks} processes by running the script again, but "
-                f"{sys.argv[0]!r} is no script; put the code into a file, or use placement='sequential'."
+                f"{sys.argv[0]!r} is not a script; put the code in a file, or use placement='sequential'."
             )
     fabric = _fabric(accelerator=accelerator, devices=devices, num_nodes=num_nodes, strategy=DDPStrategy())
     try:
@@ -331,7 +336,7 @@ def _launch(
         _start(fabric)
     except (InputError, LostRank):
         raise
-    except ValueError as error:  # the launcher has started another number of processes
+    except ValueError as error:  # the launcher has started a different number of processes
         raise InputError(f"placement {placement!r}: {' '.join(str(error).split())}") from error
     except (RuntimeError, KeyError) as error:
         raise LostRank.because(error) from error
@@ -342,7 +347,7 @@ _met: list[Heartbeat] = []
 
 
 def _meet(meeting: Meeting) -> Heartbeat:
-    """Beats from the meeting on: a rank that is lost before the process group stands would be waited for by it."""
+    """Starts the heartbeat with the rendezvous, as creating the process group would wait for a rank that is lost."""
     heartbeat = Heartbeat(meeting.rank, meeting.ranks, meeting.hold(), meeting.children)
     heartbeat.needed = True
     _met.append(heartbeat)
@@ -350,7 +355,7 @@ def _meet(meeting: Meeting) -> Heartbeat:
 
 
 def _heartbeat(rank: int, ranks: int) -> Heartbeat:
-    """That of ranks which have met before."""
+    """The heartbeat of ranks that have connected before."""
     if not _met:
         device = "cpu" if dist.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
         store = own_store(rank, lambda value: int(broadcast(torch.tensor([value], device=device)).item()))
@@ -362,10 +367,10 @@ def _heartbeat(rank: int, ranks: int) -> Heartbeat:
 
 
 def dtype_of(precision: str | None, device: torch.device, name: str = "precision") -> torch.dtype:
-    """The type that a precision by Fabric's name stores weights in; None is the device's best.
+    """The dtype of weights for one of Fabric's names of a precision; None is the device's best.
 
     Raises:
-        InputError: For another precision; weights are stored in what they are used in, so the mixed ones make no sense.
+        InputError: Another precision, such as a mixed one: weights are stored in the dtype in which they are used.
     """
     if precision is None:
         precision = default_precision(device)
@@ -375,7 +380,7 @@ def dtype_of(precision: str | None, device: torch.device, name: str = "precision
 
 
 def default_precision(device: torch.device) -> str:
-    """bf16-true where the device computes in it, else 16-true; 32-true on a CPU."""
+    """bf16-true if the device computes in it, else 16-true; 32-true on a CPU."""
     if device.type == "cuda":
         return "bf16-true" if torch.cuda.is_bf16_supported(including_emulation=False) else "16-true"
     return "32-true" if device.type == "cpu" else "16-true"
@@ -384,15 +389,15 @@ def default_precision(device: torch.device) -> str:
 def _check_quantize(quantize: str, device: torch.device, placement: str, ranks: int) -> None:
     _check_choice("quantize", quantize, Quantize)
     if device.type != "cuda":
-        raise InputError(f"quantize = {quantize!r} needs a CUDA device, but the target goes to {device.type!r}.")
+        raise InputError(f"quantize = {quantize!r} needs a CUDA device, but the target is on {device.type!r}.")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise InputError(
-            f"quantize = {quantize!r} needs bitsandbytes, which is not installed; `pip install bitsandbytes`."
+            f"quantize = {quantize!r} needs bitsandbytes, which is not installed; run `pip install bitsandbytes`."
         )
     if placement == "sequential" or (ranks > 1 and placement != "replicate"):
         raise InputError(
-            f"quantize = {quantize!r} goes with placement 'single' or 'replicate', not with {placement!r} on {ranks} "
-            "devices."
+            f"quantize = {quantize!r} needs placement 'single' or 'replicate'; it cannot be used with {placement!r} on "
+            f"{ranks} devices."
         )
 
 
@@ -440,22 +445,22 @@ def _check_builds(checkpoint: Checkpoint, rows: int) -> None:
         if need > room:
             raise InputError(
                 f"{checkpoint.role} {str(checkpoint.dir)!r} with {what} needs {need / 1e9:.1f} GB, but this machine "
-                f"has {room / 1e9:.1f} GB; give less."
+                f"has {room / 1e9:.1f} GB; give a smaller value."
             )
     try:
         with torch.device("meta"):
             GPT(config)
     except InputError:
         raise
-    except Exception as error:  # inconsistent sizes can raise nearly anything
+    except Exception as error:  # inconsistent sizes can raise almost any exception
         raise InputError(
-            f"{str(checkpoint.dir / 'model_config.yaml')!r} ({checkpoint.role}) describes no model that can be built: "
+            f"{str(checkpoint.dir / 'model_config.yaml')!r} ({checkpoint.role}) does not describe a valid model: "
             f"{' '.join(str(error).split())[:200] or type(error).__name__}."
         ) from error
 
 
 def _room(device: torch.device) -> int:
-    """Bytes that weights may take on a device."""
+    """Bytes that weights may use on a device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] - RESERVE_BYTES
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -476,17 +481,17 @@ def _check_room(device: torch.device, need: int, ranks: int) -> None:
 
 
 def _draft_device(draft_device: str | None, ranks: int) -> torch.device | None:
-    """The device of the draft; None for the target's."""
+    """The device of the draft model; None for the target's."""
     if draft_device is None:
         return None
     try:
         device = torch.device(draft_device)
         if device.type == "meta":
-            raise NotImplementedError("it holds no numbers")
+            raise NotImplementedError("it stores no values")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         why = str(error).splitlines()[0]
-        raise InputError(f"draft_device = {draft_device!r} is no device of this machine: {why}") from error
+        raise InputError(f"draft_device = {draft_device!r} is not a device of this machine: {why}") from error
     if ranks > 1 and device.type != "cpu":
         raise InputError(
             f"draft_device = {draft_device!r} is one device, but each of {ranks} processes drafts on its own; leave it "

@@ -28,8 +28,8 @@ def split_layers(bytes_per_layer: Sequence[int], capacities: Sequence[int]) -> l
     before = [0]  # bytes of the first i layers
     for size in bytes_per_layer:
         before.append(before[-1] + size)
-    # best[i]: the least fullness of the devices so far when they hold the first i layers, and how many of these the
-    # last device holds.
+    # best[i]: the lowest share of used memory of the devices so far if they hold the first i layers, and how many of
+    # these the last device holds.
     best: list[tuple[float, int]] = [(0.0, 0)] + [(float("inf"), 0)] * n
     choices = []
     for capacity in capacities:
@@ -45,8 +45,8 @@ def split_layers(bytes_per_layer: Sequence[int], capacities: Sequence[int]) -> l
     if best[n][0] > 1:
         raise InputError(
             f"The model's layers need {before[-1]:,} bytes, which do not fit in order on devices with room for "
-            f"{', '.join(f'{max(capacity, 0):,}' for capacity in capacities)}; give more devices, or a precision of "
-            "fewer bytes."
+            f"{', '.join(f'{max(capacity, 0):,}' for capacity in capacities)}; give more devices, or a lower "
+            "precision."
         )
     counts, left = [], n
     for own in reversed(choices):
@@ -58,17 +58,17 @@ def split_layers(bytes_per_layer: Sequence[int], capacities: Sequence[int]) -> l
 def split_pair(
     bytes_per_layer: Sequence[int], ends: int, draft: int, capacities: Sequence[int]
 ) -> tuple[list[int], int | None]:
-    """Assigns the layers of a target to devices, with room for embedding, head and draft.
+    """Assigns the layers of a target to devices, with room for embedding, head and draft model.
 
     Args:
         bytes_per_layer: Bytes of each layer of the target.
         ends: Bytes of embedding and head, which are on the first device.
-        draft: Bytes of the draft, which is on one device; 0 without a draft.
+        draft: Bytes of the draft model, which is on one device; 0 without one.
         capacities: Free bytes of each device.
 
     Returns:
-        Number of layers of each device, and the index of the draft's device. That is the device with the most free
-        memory beside the layers if the draft fits there, else the one that leaves the layers the most room.
+        Number of layers of each device, and the index of the draft model's device. That is the device with the most
+        memory left by the layers if the draft model fits there, else the one that leaves the layers the most room.
 
     Raises:
         InputError: The pair does not fit.
@@ -100,7 +100,7 @@ def split_pair(
     if found is None:
         raise InputError(
             f"The pair needs {sum(bytes_per_layer) + ends + draft:,} bytes, which do not fit on devices with room for "
-            f"{', '.join(f'{capacity:,}' for capacity in capacities)}; give more devices, or a smaller draft."
+            f"{', '.join(f'{capacity:,}' for capacity in capacities)}; give more devices, or a smaller draft model."
         ) from error
     return found
 
@@ -119,7 +119,7 @@ def load_sequential(
 ) -> GPT:
     """Loads a model with `counts[i]` layers on `devices[i]`, and embedding, norm and head on the first device.
 
-    A forward copies the rows where the next layer is on another device.
+    A forward copies the rows if the next layer is on another device.
     """
     homes = [device for device, count in zip(devices, counts) for _ in range(count)]
 

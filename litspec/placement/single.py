@@ -80,14 +80,14 @@ def load_model(
     rows: int | None = None,
     compiled: bool = False,
 ) -> GPT:
-    """Builds a model without memory and assigns the checkpoint's weights to it, cast and moved one by one.
+    """Builds a model on the meta device and assigns the checkpoint's weights to it, cast and moved one by one.
 
     Args:
         checkpoint: The model's checkpoint.
         device: Device of the weights.
         dtype: Dtype of the weights.
         rows: Number of rows of its forwards. On a CPU weights may be packed for it, see `model.packed`. None leaves
-            them as they are.
+            them unchanged.
         compiled: Whether steps will be compiled. Weights then stay plain matrices, which the compiler needs.
     """
     with torch.device("meta"):
@@ -100,7 +100,7 @@ def load_model(
 
 
 def load_quantized(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, mode: str) -> GPT:
-    """Loads a model whose linear layers bitsandbytes quantizes one by one on the device.
+    """Loads a model whose linear layers bitsandbytes quantises one by one on the device.
 
     Args:
         checkpoint: The target's checkpoint.
@@ -109,7 +109,7 @@ def load_quantized(checkpoint: Checkpoint, device: torch.device, dtype: torch.dt
         mode: "bnb." and one of Fabric's modes: nf4, nf4-dq, fp4, fp4-dq, int8.
 
     Raises:
-        InputError: int8 with another dtype than float16; weights that do not fit the model.
+        InputError: int8 with a dtype other than float16; weights that do not fit the model.
     """
     short: Any = mode.removeprefix("bnb.")
     try:

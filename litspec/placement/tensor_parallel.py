@@ -1,10 +1,10 @@
-"""A model cut across ranks, each of which holds a part of every layer (Shoeybi et al. 2019, arXiv 1909.08053).
+"""A model split across ranks, each of which holds a part of every layer (Shoeybi et al. 2019, arXiv 1909.08053).
 
 Query heads and the rows inside an MLP are distributed over ranks. Each rank multiplies its part by the matching columns
 of the layer's last matrix. The partial results are summed, once after the attention and once after the MLP. The output
 head is distributed by token ids, and its logits are gathered. Everything else is replicated.
 
-Weights stay plain tensors, and the model's forward is unchanged but for three hooks.
+Weights stay plain tensors, and the model's forward is unchanged except for three hooks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Shard:
     world_size: int
 
     def check(self, role: str = "checkpoint_dir") -> None:
-        """Raises InputError if the model cannot be cut into `world_size` parts. The message names both numbers."""
+        """Raises InputError if the model cannot be split into `world_size` parts. The message names both numbers."""
         config, n = self.config, self.world_size
         sizes = {"n_head": config.n_head}
         if config.mlp_class_name != "LLaMAMoE" or config.first_k_dense_replace:
@@ -53,13 +53,13 @@ class Shard:
             if size % n:
                 fitting = [d for d in range(n - 1, 0, -1) if all(s % d == 0 for s in sizes.values())]
                 raise InputError(
-                    f"The model of {role} has {name} = {size}, which cannot be cut into {n} equal parts for placement "
-                    f"'tensor_parallel' on {n} devices; {fitting[0]} would do."
+                    f"The model of {role} has {name} = {size}, which cannot be split into {n} equal parts for "
+                    f"placement 'tensor_parallel' on {n} devices; the next smaller number that works is {fitting[0]}."
                 )
         if config.norm_qk and config.norm_qk_type == "olmo2" and config.norm_class_name != "RMSNorm":
             raise InputError(
                 f"The model of {role} normalises queries over all heads by {config.norm_class_name}; placement "
-                "'tensor_parallel' can do so by RMSNorm only, use 'sequential'."
+                "'tensor_parallel' supports this with RMSNorm only; use 'sequential'."
             )
 
     @property
@@ -70,8 +70,8 @@ class Shard:
     def groups(self, rank: int | None = None) -> list[int]:
         """The key/value head of each query group that a rank has, this one by default.
 
-        Where there are fewer groups than ranks, or their borders do not fall between ranks, a group is held by several
-        ranks, perhaps in several copies, so that every copy serves equally many of its rank's query heads.
+        If there are fewer groups than ranks, or the borders of groups are not those of ranks, several ranks hold the
+        same group, perhaps in several copies, so that every copy serves the same number of its rank's query heads.
         """
         per_group = self.config.n_head // self.config.n_query_groups
         heads = math.gcd(self.n_head, per_group)
@@ -79,12 +79,12 @@ class Shard:
         return [head // per_group for head in range(first, first + self.n_head, heads)]
 
     def group_shares(self) -> list[float]:
-        """For each of this rank's groups one over the number of its copies on all ranks."""
+        """For each of this rank's groups: 1 / the number of its copies on all ranks."""
         everywhere = [group for rank in range(self.world_size) for group in self.groups(rank)]
         return [1 / everywhere.count(group) for group in self.groups()]
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a weight or bias, given by its name in the state dict: a view where it can be one."""
+        """This rank's part of a weight or bias, given by its name in the state dict; a view if possible."""
         config = self.config
         module, kind = name.rsplit(".", 2)[-2:]
         if name.startswith("lm_head."):
@@ -92,7 +92,7 @@ class Shard:
             mine = whole[self.rank * rows : (self.rank + 1) * rows]
             return mine if mine.size(0) == rows else F.pad(mine, (0, 0) * (whole.dim() - 1) + (0, rows - mine.size(0)))
         if ".attn." in name and module == "qkv":
-            # The rows are all of q, then all of k, then all of v: each is cut by heads.
+            # The rows are all of q, then all of k, then all of v; each is split by heads.
             q, k, v = whole.split([h * config.head_size for h in (config.n_head, *[config.n_query_groups] * 2)])
             return torch.cat((self._rows(q), self._heads(k), self._heads(v)))
         if ".attn." in name and (module in ("q_b_proj", "kv_b_proj")):
@@ -104,7 +104,7 @@ class Shard:
         if module == "proj" and kind == "weight":
             return whole.chunk(self.world_size, dim=1)[self.rank].contiguous()
         if module == "proj" and self.rank > 0:
-            return torch.zeros_like(whole)  # the sum over ranks must hold the bias once
+            return torch.zeros_like(whole)  # the sum over ranks must include the bias once
         return whole
 
     def _rows(self, whole: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class Shard:
 
 
 class AcrossRanksRMSNorm(nn.Module):
-    """RMSNorm over the heads of all ranks (Zhang & Sennrich 2019, arXiv 1910.07467), as OLMo 2 has it for q and k.
+    """RMSNorm over the heads of all ranks (Zhang & Sennrich 2019, arXiv 1910.07467), as in OLMo 2 for q and k.
 
     Args:
         norm: LitGPT's norm, with this rank's part of the weight.
@@ -174,7 +174,7 @@ def gather_last(x: Tensor, size: int) -> Tensor:
 
 
 def load_shard(checkpoint: Checkpoint, shard: Shard, device: torch.device, dtype: torch.dtype) -> GPT:
-    """Loads this rank's part of a model: every rank maps the file and copies no more than it keeps."""
+    """Loads this rank's part of a model: every rank maps the file and copies only what it keeps."""
     config = checkpoint.config
     with torch.device("meta"):
         model = GPT(config)
@@ -197,10 +197,11 @@ def load_shard(checkpoint: Checkpoint, shard: Shard, device: torch.device, dtype
 
 @dataclass
 class TensorParallel:
-    """A pair whose target is cut across ranks, see `engine.target.Placed`. All ranks generate the same text together.
+    """A pair whose target is split across ranks, see `engine.target.Placed`. All ranks generate the same text together.
 
-    Devices may round differently, and clocks differ. So rank 0 decides all that determines tokens or the shape of the
-    next collective: the block to verify, the outcome of its round, and the number of proposals of the next.
+    Devices may round differently, and clocks differ. So rank 0 decides everything that determines tokens or the
+    shape of the next collective: the block to verify, the outcome of its round, and the number of proposals of the
+    next.
 
     Attributes:
         model: This rank's part of the target; returns whole logits.

@@ -9,7 +9,7 @@ from litspec.arguments import checked, hints_of
 from litspec.errors import InputError
 from litspec.training.types import DraftKind, LossName, MixedPrecision
 
-# Of `litspec.config`: what `distill` takes of the arguments of load and generate, and what it leaves out.
+# The arguments of load and generate (`litspec.config`) that `distill` does not have, and its own defaults of others.
 NOT_OFFERED = (
     "drafter",
     "exit_layer",
@@ -50,11 +50,11 @@ class DistillConfig:
         ),
     )
     from_layers: int | None = field(
-        default=None, metadata=_about("Begin with this many of the target's own first layers, in place of draft_dir.")
+        default=None, metadata=_about("Start from this many of the target's own first layers, instead of draft_dir.")
     )
     draft_config: str | None = field(
         default=None,
-        metadata=_about("Begin with a new model of this model_config.yaml, in place of draft_dir."),
+        metadata=_about("Start from a new model of this model_config.yaml, instead of draft_dir."),
     )
     draft_layers: int = field(default=2, metadata=_about("Layers of a block drafter."))
     block_size: int = field(
@@ -75,15 +75,15 @@ class DistillConfig:
     prompt_tokens: int | None = field(
         default=None,
         metadata=_about(
-            "Cut plain text into prompts of this many tokens. By default a .txt file holds one prompt per line, and "
-            "any other text file is cut into prompts of 32 tokens."
+            "Split plain text into prompts of this many tokens. By default a .txt file holds one prompt per line, and "
+            "any other text file is split into prompts of 32 tokens."
         ),
     )
     held_out: float = field(
         default=0.05, metadata=_about("Share of the prompts that is used for evaluation and never for training.")
     )
     measured_texts: int = field(
-        default=64, metadata=_about("The most held-out texts that are measured on, at each evaluation and at the end.")
+        default=64, metadata=_about("The most held-out texts that are measured, at each evaluation and at the end.")
     )
     measured_k: int | None = field(
         default=None,
@@ -100,7 +100,7 @@ class DistillConfig:
     )
     steps: int | None = field(
         default=None,
-        metadata=_about("Train this many steps, however long that takes. The result then does not depend on time."),
+        metadata=_about("Train this many steps, without a limit of time. The result then does not depend on time."),
     )
     batch_size: int = field(default=16, metadata=_about("Texts per step, on each device."))
     anchors: int = field(default=32, metadata=_about("Blocks per text and step, for block drafters."))
@@ -112,7 +112,7 @@ class DistillConfig:
     )
     evaluations: int = field(default=20, metadata=_about("How often the held-out texts are measured."))
     patience: int = field(
-        default=8, metadata=_about("End after this many evaluations without a gain. The best state is kept.")
+        default=8, metadata=_about("Stop after this many evaluations without a gain. The best state is kept.")
     )
     save_seconds: float = field(
         default=60.0,
@@ -120,7 +120,7 @@ class DistillConfig:
     )
     training_precision: MixedPrecision | None = field(
         default=None,
-        metadata=_about("bf16-mixed or 32-true; by default bf16-mixed on a GPU that has it, 32-true elsewhere."),
+        metadata=_about("bf16-mixed or 32-true; by default bf16-mixed on a GPU that supports it, 32-true elsewhere."),
     )
 
     def __post_init__(self) -> None:
@@ -153,7 +153,7 @@ class DistillConfig:
                 raise InputError(f"{name} must be a number above 0, got {value}")
         begins = [name for name in ("from_layers", "draft_config") if getattr(self, name) is not None]
         if len(begins) == 2:
-            raise InputError("from_layers and draft_config both say what to begin with; give one of them.")
+            raise InputError("from_layers and draft_config cannot be combined; give one of them.")
         if self.kind == "dflash":
             for name in (*begins, "lora_r"):
                 if getattr(self, name):

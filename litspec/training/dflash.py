@@ -1,8 +1,8 @@
 """Trains a block drafter (DFlash, arXiv 2602.06036, version 1) and writes its published format.
 
-A text gets several blocks per step, each after an anchor: a token of the answer that plays the last committed token.
-Row j of a block stands for the token j places after the anchor, and sees the target's states strictly before the
-anchor, as in decoding, where the anchor's own state is not known yet; and the rows of its own block, but no other's.
+Each step trains on several blocks of a text. A block begins at an anchor: a token of the answer, in the role of the
+last committed token. Row j of a block is for the token j places after the anchor. It sees the rows of its own block and
+the target's states strictly before the anchor, as in decoding, where the anchor's own state is not known yet.
 
 Shapes: N texts of T tokens, A anchors each, B rows a block, C channels, H query heads, G groups, D elements of a head.
 """
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
     from litspec.training.target import FrozenTarget
 
-# Blocks that are measured at once.
+# Blocks that are measured together.
 MEASURED_BLOCKS = 64
 ROPE_BASE = 10000.0
 
 
 def spread_taps(n_layer: int) -> tuple[int, ...]:
-    """Three blocks of the target to read: early, in the middle, and the last but one; fewer where it has fewer."""
+    """Three blocks of the target to read: early, in the middle, and the second to last; fewer if it has fewer."""
     return tuple(sorted({n_layer // 5, n_layer // 2, max(n_layer - 2, 0)}))
 
 
@@ -50,9 +50,9 @@ def network_config(target: Config, *, layers: int, block_size: int, mask_token_i
 
     Args:
         target: The target's config.
-        layers: Of the drafter.
+        layers: Number of the drafter's layers.
         block_size: B.
-        mask_token_id: An id that texts do not hold before their end.
+        mask_token_id: An id that does not occur in a text before its end.
     """
     head_size = target.head_size if target.head_size and target.n_embd % target.head_size == 0 else 64
     n_head = max(1, target.n_embd // head_size)
@@ -113,10 +113,10 @@ class BlockDrafter(Learner):
 
     Args:
         config: Of the network.
-        target: The frozen target, whose taps are the config's; it lends embedding and head.
+        target: The frozen target, with the taps of the config. Its embedding and head are used.
         loss: See `losses.distance`.
-        temperature: Of the distributions that are compared.
-        anchors: Blocks of each text in a step.
+        temperature: Temperature of the distributions that are compared.
+        anchors: Blocks per text and step.
     """
 
     def __init__(
@@ -136,13 +136,13 @@ class BlockDrafter(Learner):
             if parameter.dim() > 1:
                 small = name.endswith(("o_proj.weight", "down_proj.weight"))
                 torch.nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.n_layer) if small else 0.02)
-        # The states are of any size, and their projection is normed: it begins as an average.
+        # The states may have any scale, and their projection is normalised, so it starts as an average.
         torch.nn.init.normal_(self.network.fc.weight, std=self.network.fc.in_features**-0.5)
         self.to(target.device)
         self._tables: Rope | None = None
 
     def random(self, batch: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
-        """Adds `anchors` (N, A): places of the answers, none twice; -1 where a text has no more."""
+        """Adds `anchors` (N, A): distinct places in the answers; -1 where a text has no more."""
         places = torch.arange(batch["ids"].size(1))
         begins, ends = (batch[name].cpu().unsqueeze(1) for name in ("begins", "ends"))
         order = torch.rand(batch["ids"].shape, generator=torch.Generator().manual_seed(seed))
@@ -151,11 +151,11 @@ class BlockDrafter(Learner):
         return {**batch, "anchors": best.indices.masked_fill(best.values < 0, -1).to(batch["ids"].device)}
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        """The mean loss over rows 1 to B - 1 of all blocks, of which early ones count more: exp(-(j - 1) / (B / 2))."""
+        """The mean loss over rows 1 to B - 1 of all blocks. The weights exp(-(j - 1) / (B / 2)) favour early rows."""
         config, anchors, ends = self.config, batch["anchors"], batch["ends"]
         rows = self.block_rows(batch["ids"], batch["tapped"], anchors)[:, :, 1:]
         offset = torch.arange(1, config.block_size, device=anchors.device)
-        # Row j is taught by the target's distribution over the token j after the anchor, at the place before that.
+        # Row j learns the target's distribution of the token j after the anchor, found at the place before that token.
         teacher = anchors.unsqueeze(2) + offset - 1
         taught = (anchors >= 0).unsqueeze(2) & (teacher < ends.view(-1, 1, 1))
         weights = torch.exp(-(offset - 1) / (config.block_size / 2)).expand_as(taught)[taught]
@@ -173,12 +173,12 @@ class BlockDrafter(Learner):
         )
 
     def block_rows(self, ids: Tensor, tapped: Tensor, anchors: Tensor) -> Tensor:
-        """What the head reads of every block's rows.
+        """The input of the head for the rows of every block.
 
         Args:
             ids: (N, T).
             tapped: The target's states, (N, T, len(taps) * C).
-            anchors: (N, A); a block after -1 is computed like one after 0, and means nothing.
+            anchors: (N, A); a block at -1 is computed like one at 0, and its result has no meaning.
 
         Returns:
             (N, A, B, C).
@@ -219,7 +219,7 @@ class BlockDrafter(Learner):
         ]
 
     def _ratios(self, ids: Tensor, tapped: Tensor, final: Tensor, begin: int, end: int, sampling: Sampling) -> Tensor:
-        p = torch.zeros(end, device=ids.device)  # of each token, by the target
+        p = torch.zeros(end, device=ids.device)  # probability of each token by the target
         p[begin + 1 :] = probability(self._target.logits(final[begin:-1]), ids[begin + 1 :], sampling)
         found = []
         for anchors in torch.arange(begin, end - 1, device=ids.device).split(MEASURED_BLOCKS):
@@ -249,11 +249,11 @@ def _attention(
     """`model.dflash.Attention` for all blocks of several texts at once.
 
     Args:
-        attention: Its weights.
+        attention: The weights.
         y: The blocks' rows, (N, R, C).
-        rope: Of their places.
+        rope: Cosines and sines of their places.
         context: Projected states, (N, T, C).
-        context_rope: Of places 0, ..., T - 1.
+        context_rope: Those of places 0, ..., T - 1.
         mask: True where a row sees a key, (N, 1, R, T + R).
     """
     H, G, D = attention.n_head, attention.n_query_groups, attention.head_size

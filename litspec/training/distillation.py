@@ -1,4 +1,4 @@
-"""`distill`: from a target and texts to a draft that was trained for it."""
+"""`distill`: trains a draft for a target on its texts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def distill(
 
     Args:
         data: Prompts like those of later use. A .jsonl file holds one object per line, with "prompt" and optionally an
-            answer, "text". A .txt file holds one prompt per line. Other text is cut into prompts. Or a folder of these.
+            answer, "text". A .txt file holds one prompt per line. Other text is split into prompts. A folder
+            of such files is accepted too.
         out_dir: The folder for the draft, for `draft_dir`. It must not exist, or be that of an earlier run with the
             same settings.
         {load}
@@ -99,12 +100,12 @@ class Distillation:
         self.first = process_rank() == 0
 
     def _start(self) -> Checkpoint | None:
-        """The checkpoint that a draft model begins with; None where it begins with something else."""
+        """The checkpoint that a draft model starts from; None if it starts from something else."""
         load, config = self.load, self.config
         other = [name for name in ("from_layers", "draft_config") if getattr(config, name) is not None]
         if load.draft_dir is not None and (other or config.kind == "dflash"):
             what = other[0] if other else "kind dflash"
-            raise InputError(f"draft_dir and {what} both say what to begin with; give one of them.")
+            raise InputError(f"draft_dir and {what} cannot be combined; give one of them.")
         if config.kind == "dflash" or other:
             return None
         if load.draft_dir is not None:
@@ -112,8 +113,8 @@ class Distillation:
         if load.checkpoint_dir is None:
             return open_checkpoint(DEMO_DRAFT, role="draft_dir")
         raise InputError(
-            "Say what the draft begins with: draft_dir (a LitGPT checkpoint with the target's tokenizer), from_layers "
-            "(the target's own first layers), draft_config (a new model), or kind dflash."
+            "Training needs a starting point: give draft_dir (a LitGPT checkpoint with the target's tokenizer), "
+            "from_layers (the target's own first layers), draft_config (a new model), or kind dflash."
         )
 
     def run(self) -> dict[str, Any]:
@@ -131,7 +132,7 @@ class Distillation:
             self.files.begin(self._asked(prompts))
         if self.files.summary.exists():
             summary: dict[str, Any] = json.loads(self.files.summary.read_text(encoding="utf-8"))
-            self._say(f"{str(self.files.out)!r} is complete, nothing is left to do.")
+            self._say(f"{str(self.files.out)!r} is complete; there is nothing left to do.")
             return summary
         self.files.check_room(len(prompts) * self.settings.max_new_tokens * TEXT_BYTES)
         answers = write_answers(prompts, self.files.folder, load=self._job_load(), settings=self._job_settings())
@@ -153,7 +154,7 @@ class Distillation:
         )
         self.files.check_room(needed)
         if training.restore():
-            self._say(f"Going on from step {training.step}.")
+            self._say(f"Resuming from step {training.step}.")
         training.run()
         fabric.barrier()
         return self._finish(training, train, held_out)
@@ -202,17 +203,19 @@ class Distillation:
         """The config of a new draft model, checked.
 
         Raises:
-            InputError: The file is no model_config.yaml, or its vocabulary is not the target's.
+            InputError: The file is not a model_config.yaml, or its vocabulary is not the target's.
         """
         try:
             config = Config.from_file(path)
-        except Exception as error:  # LitGPT does not look at what it reads
+        except Exception as error:  # LitGPT does not check what it reads
             reason = " ".join(str(error).split())
-            raise InputError(f"draft_config {path!r} is no model_config.yaml as LitGPT writes it: {reason}.") from error
+            raise InputError(
+                f"draft_config {path!r} is not a model_config.yaml as LitGPT writes it: {reason}."
+            ) from error
         if config.padded_vocab_size != self.target.config.padded_vocab_size:
             raise InputError(
                 f"draft_config {path!r} has padded_vocab_size {config.padded_vocab_size}, but the target has "
-                f"{self.target.config.padded_vocab_size}; give it the target's vocab_size and padded_vocab_size."
+                f"{self.target.config.padded_vocab_size}; set its vocab_size and padded_vocab_size to the target's."
             )
         return config
 

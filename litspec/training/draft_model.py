@@ -1,4 +1,4 @@
-"""Trains a draft model: LitGPT's own, all weights or by LoRA."""
+"""Trains a draft model of LitGPT: all weights, or by LoRA."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from litspec.training.types import LossName
 if TYPE_CHECKING:
     from litspec.training.target import FrozenTarget
 
-# Lists in a config with an entry for each layer.
+# Lists in a config with one entry per layer.
 _BY_LAYER = ("sliding_window_indices", "rope_indices")
 
 
@@ -40,11 +40,11 @@ class DraftModel(Learner):
         config: Its model config.
         weights: Its weights by LitGPT's names; None for small random ones, drawn from torch's generator.
         target: The frozen target.
-        tokenizer_dir: Folder whose tokenizer files go into the draft's.
-        dtype: Of the weights that are saved.
+        tokenizer_dir: Folder whose tokenizer files are copied to the draft's.
+        dtype: Dtype of the saved weights.
         k: Proposals per round.
         loss: See `losses.distance`.
-        temperature: Of the distributions that are compared.
+        temperature: Temperature of the distributions that are compared.
         lora_r: Rank of LoRA; 0 to train all weights.
         vocab_size: Ids that both models have; None for the smaller of the padded sizes.
     """
@@ -75,7 +75,7 @@ class DraftModel(Learner):
             litgpt.lora.mark_only_lora_as_trainable(self)
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        """The mean loss over the answers: of every position whose next token is the answer's, or would be after it."""
+        """The mean loss over every position whose next token is in the answer or directly after it."""
         rows = self.gpt(self._known(batch["ids"]))
         place = torch.arange(rows.size(1), device=rows.device)
         mask = (place >= batch["begins"].unsqueeze(1) - 1) & (place < batch["ends"].unsqueeze(1))
@@ -109,7 +109,7 @@ class DraftModel(Learner):
         return found
 
     def _known(self, ids: Tensor) -> Tensor:
-        """Ids that the draft lacks become 0, as where it drafts."""
+        """Replaces ids that the draft lacks by 0, as in decoding."""
         return ids.masked_fill(ids >= self.config.padded_vocab_size, 0)
 
     def weights(self) -> dict[str, Tensor]:
@@ -131,14 +131,14 @@ class DraftModel(Learner):
         """Writes a LitGPT checkpoint folder."""
         folder.mkdir(parents=True, exist_ok=True)
         copy_config_files(self._tokenizer_dir, folder)
-        (folder / "config.json").unlink(missing_ok=True)  # of another model than this one
+        (folder / "config.json").unlink(missing_ok=True)  # it describes the model of tokenizer_dir, not this one
         copy_prompt_style(self._tokenizer_dir, folder)
         save_config(self.config, folder)
         save_atomically(self.weights(), folder / WEIGHTS)
 
 
 def _build(config: Config, weights: Mapping[str, Tensor] | None, lora_r: int) -> litgpt.model.GPT:
-    """The module in float32; the config is a copy, since the head will be taken off."""
+    """The module in float32; the config is a copy, since `without_head` changes it."""
     fields: dict[str, Any] = {name: copy.copy(getattr(config, name)) for name in config.__dataclass_fields__}
     if not lora_r:
         gpt = litgpt.model.GPT(Config(**fields))
@@ -152,15 +152,15 @@ def _build(config: Config, weights: Mapping[str, Tensor] | None, lora_r: int) ->
     gpt = litgpt.lora.GPT(lora)
     if weights is None:
         raise InputError(
-            "lora_r is for a draft model that exists, but draft_config begins with a new one; leave it out."
+            "lora_r needs an existing draft model, but draft_config starts from a new one; leave out lora_r."
         )
-    # LitGPT's LoRA takes over the names of plain checkpoints.
+    # LitGPT's LoRA model accepts the names of plain checkpoints.
     gpt.load_state_dict({name: w.float() for name, w in weights.items()}, strict=False)
     return gpt
 
 
 def initialize(gpt: litgpt.model.GPT) -> None:
-    """Small random weights; what is added to the residual stream starts smaller the deeper the model is."""
+    """Small random weights. Projections into the residual stream start smaller the deeper the model is."""
     gpt.apply(gpt._init_weights)
     for block in gpt.transformer.h:
         for projection in (block.attn.proj, getattr(block.mlp, "proj", None)):
@@ -172,7 +172,7 @@ def first_layers(target: Checkpoint, count: int) -> tuple[Config, dict[str, Tens
     """Config and weights of a model of the target's first layers, its embedding, final norm and head.
 
     Raises:
-        InputError: The target has fewer layers, or is one whose layers differ in ways that a part cannot have.
+        InputError: `count` is not at least 1 and below the target's number of layers.
     """
     whole = target.config
     if not 1 <= count < whole.n_layer:
@@ -190,7 +190,7 @@ def first_layers(target: Checkpoint, count: int) -> tuple[Config, dict[str, Tens
 
 
 def shared_vocabulary(target: Checkpoint, draft: Checkpoint) -> int:
-    """Ids that both have.
+    """Number of ids that both models have.
 
     Raises:
         InputError: Their tokenizers differ.

@@ -25,7 +25,7 @@ def save_atomically(content: Any, path: Path) -> None:
 
 
 def write_in_place(path: Path, write: Callable[[Path], None]) -> None:
-    """Writes a temporary file, flushes it to disk, and renames it to its own name.
+    """Writes a temporary file, flushes it to disk, and renames it to its final name.
 
     Only one process writes a run's files, so the temporary name is fixed. A file that a killed run left is overwritten,
     which bounds disk use.
@@ -43,6 +43,6 @@ def write_in_place(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def copy_prompt_style(source: Path, folder: Path) -> None:
-    """Copies the prompt style, where there is one."""
+    """Copies the prompt style, if there is one."""
     if (source / PROMPT_STYLE).is_file():
         shutil.copy(source / PROMPT_STYLE, folder)

@@ -16,7 +16,7 @@ class Learner(nn.Module):
     Attributes:
         taps: Blocks of the target whose states it reads, see `FrozenTarget`.
         k: The most tokens that it is asked to propose at once.
-        width: Its channels. The default learning rate depends on them.
+        width: Number of its channels. The default learning rate depends on it.
     """
 
     taps: tuple[int, ...] = ()

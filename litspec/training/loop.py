@@ -1,4 +1,4 @@
-"""The loop of training: steps, evaluations on held-out texts, saved states, an early end."""
+"""The loop of training: steps, evaluations on held-out texts, saved states, early stopping."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class Training:
             return False
         try:
             content = torch.load(self.files.state, map_location=self.fabric.device, weights_only=True)
-        except Exception as error:  # a damaged file can raise nearly anything
+        except Exception as error:  # a damaged file can raise almost any exception
             raise InputError(f"{str(self.files.state)!r} is damaged; remove it to start training again.") from error
         self.learner.load_state_dict(content["weights"], strict=False)
         self.optimizer.load_state_dict(content["optimizer"])
@@ -191,7 +191,7 @@ class Training:
         """The mean loss since the last evaluation.
 
         Raises:
-            InputError: It is no number.
+            InputError: It is not finite.
         """
         if not self._loss_steps:
             return None
@@ -218,7 +218,7 @@ class Training:
         return self.progress >= min(1.0, len(self.history) / self.config.evaluations)
 
     def numbers_of(self, step: int) -> list[int]:
-        """The texts of this rank's batch: each epoch has its own order, shared out among the ranks."""
+        """The texts of this rank's batch: each epoch has its own order, divided among the ranks."""
         world, rank = self.fabric.world_size, self.fabric.global_rank
         size = min(self.config.batch_size, max(1, self.texts // world))
         per_epoch = self.texts // (size * world)
@@ -243,10 +243,10 @@ class Training:
         self.step += 1
 
     def run(self) -> None:
-        """Trains until the end, from the present step.
+        """Trains until the end, from the current step.
 
         Raises:
-            InputError: The loss is no number, or the disk is full.
+            InputError: The loss is not finite, or the disk is full.
         """
         saved = time.perf_counter()
         with self._bar() as show:

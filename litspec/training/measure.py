@@ -2,10 +2,10 @@
 
 For a given text, each step of speculative sampling has a known probability. Block verification (Sun et al. 2024, arXiv
 2403.10444) keeps the first i proposals of x with probability w_i = min(1, w_(i-1) p(x_i) / q(x_i)). They are proposed
-with probability q(x_1) ... q(x_i), and the text goes on in this way with probability p(x_1) ... p(x_i). So, given the
-text, its next i tokens were accepted proposals with probability w_i times the product of all q / p, which is the least
-of the products of the first j ratios, j = 0, ..., i. The expected number of rounds of a text follows exactly from these
-ratios. Its mean over texts of the target is that of decoding itself.
+with probability q(x_1) ... q(x_i), and the text continues with them with probability p(x_1) ... p(x_i). So, given the
+text, its next i tokens were accepted proposals with probability w_i times the product of all q / p, which is the
+smallest of the products of the first j ratios, j = 0, ..., i. The expected number of rounds of a text follows exactly
+from these ratios. Its mean over texts of the target is that of decoding itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Rounds:
     """Expected counts of a number of texts.
 
     Attributes:
-        tokens: Committed in rounds, all but each text's first.
+        tokens: Tokens committed in rounds: all except the first of each text.
         rounds: Expected number of rounds.
         proposed: Expected rounds that propose a token at position 1, 2, ..., k of their block.
         accepted: Expected rounds that accept it.
@@ -40,12 +40,12 @@ class Rounds:
 
     @property
     def tokens_per_round(self) -> float:
-        """Block efficiency; 0 where there were no rounds."""
+        """Block efficiency; 0 if there were no rounds."""
         return self.tokens / self.rounds if self.rounds else 0.0
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Share of the proposals at position 1, 2, ..., k of a block that were accepted; all before must have been."""
+        """Share of the proposals at position 1, 2, ..., k of a block that were accepted, together with all before."""
         return [a / p if p else 0.0 for a, p in zip(self.accepted, self.proposed)]
 
 
@@ -67,9 +67,9 @@ def expected_rounds(ratios_of_texts: Sequence[Tensor], k: int) -> Rounds:
 
     Args:
         ratios_of_texts: For each text `(n, k)` or `(n, 1)`: row i is about a round after the text's token i (from 0),
-            column j has q / p of token i + j + 1, for which its proposal j + 1 stands (see `ratios`). One column serves
-            drafters whose proposals depend on the text alone: row i is then about token i + 1.
-        k: Proposals per round; fewer where fewer than k + 1 tokens are left.
+            column j has q / p of token i + j + 1, the place of its proposal j + 1 (see `ratios`). One column is enough
+            for drafters whose proposals depend on the text alone: row i is then about token i + 1.
+        k: Proposals per round; fewer if fewer than k + 1 tokens are left.
 
     Returns:
         The counts. Text of n + 1 tokens has n rows: its first token comes with the prefill.

@@ -11,7 +11,7 @@ from litspec.training.files import write_in_place
 
 
 def has_matplotlib() -> bool:
-    """Whether a picture can be drawn here."""
+    """Whether matplotlib is installed."""
     from importlib.util import find_spec
 
     return find_spec("matplotlib") is not None
@@ -25,7 +25,7 @@ def draw(summary: Mapping[str, Any], path: Path) -> None:
         path: The file, a .png.
 
     Raises:
-        InputError: Without matplotlib.
+        InputError: matplotlib is not installed.
     """
     if not has_matplotlib():
         raise InputError("The picture needs matplotlib; install it with `pip install litspec[distill]`.")
@@ -47,7 +47,7 @@ def draw(summary: Mapping[str, Any], path: Path) -> None:
     right.plot(positions, start["acceptance_by_position"], marker="o", linestyle=":", label="start")
     right.plot(positions, best["acceptance_by_position"], marker="o", label=f"step {best['step']}")
     right.set_xlabel("position in the block")
-    right.set_ylabel("accepted, where those before were")
+    right.set_ylabel("share accepted, with all before")
     right.set_ylim(0, 1)
     right.set_xticks(list(positions))
     right.legend()

@@ -5,7 +5,7 @@
     OUT/distill.png            plots of the summary
     OUT/training/run.json      the settings
     OUT/training/state.pth     the last saved state: weights, optimizer, step and figures
-    OUT/training/lock          exists while a run goes on
+    OUT/training/lock          exists while a run is active
     OUT/training/*.jsonl       texts, see `texts`, and those of the last measurement
 
 Each file is written atomically, so a run can be resumed after it was killed at any point.
@@ -34,7 +34,7 @@ class RunFiles:
         inputs: Folders that the run reads, by argument name. `out_dir` must not be one of them.
 
     Raises:
-        InputError: `out_dir` is a file, is an input, or holds files that no run has made.
+        InputError: `out_dir` is a file, is an input, or holds files that were not written by a run.
     """
 
     def __init__(self, out_dir: str | Path, inputs: Mapping[str, str | Path | None]) -> None:
@@ -49,22 +49,22 @@ class RunFiles:
         for name, folder in inputs.items():
             if folder is not None and Path(folder).is_dir() and self.out.is_dir() and self.out.samefile(folder):
                 raise InputError(
-                    f"out_dir {str(out_dir)!r} is {name} itself, which would be overwritten; give another."
+                    f"out_dir {str(out_dir)!r} is also {name}, which would be overwritten; give another folder."
                 )
         if self.out.is_dir() and not self.run.exists():
             others = [path.name for path in self.out.iterdir() if path != self.folder]
             if others:
                 raise InputError(
-                    f"out_dir {str(out_dir)!r} holds {sorted(others)[0]!r}, which no run of this command has made; "
+                    f"out_dir {str(out_dir)!r} holds {sorted(others)[0]!r}, which was not written by this command; "
                     "give a new folder."
                 )
 
     def locked(self) -> AbstractContextManager[None]:
-        """Keeps other runs away, see `jobs.disk.locked`; makes the folders."""
+        """Locks the folder against other runs, see `jobs.disk.locked`; creates the folders."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(f"out_dir {str(self.out)!r} cannot be made: {error.strerror or error}.") from error
+            raise InputError(f"out_dir {str(self.out)!r} cannot be created: {error.strerror or error}.") from error
         return locked(self.lock, self.out)
 
     def begin(self, asked: Mapping[str, Any]) -> None:
@@ -82,13 +82,13 @@ class RunFiles:
             before = json.loads(self.run.read_text(encoding="utf-8"))
         if not isinstance(before, dict) or before.get("format") != FORMAT:
             raise InputError(
-                f"{str(self.run)!r} describes no run that this version can go on with; give a new out_dir."
+                f"{str(self.run)!r} does not describe a run that this version can resume; give a new out_dir."
             )
         for name in dict.fromkeys([*before, *content]):
             if before.get(name) != content.get(name):
                 raise InputError(
                     f"out_dir {str(self.out)!r} holds a run with {name} = {before.get(name)!r}, not "
-                    f"{content.get(name)!r}; give the same settings to go on with it, or a new out_dir."
+                    f"{content.get(name)!r}; give the same settings to resume it, or a new out_dir."
                 )
 
     def check_room(self, needed: int) -> None:
@@ -102,5 +102,5 @@ class RunFiles:
         if needed - held > free:
             raise InputError(
                 f"The run needs up to {needed / 1e6:,.0f} MB in {str(self.out)!r}, of which {held / 1e6:,.0f} MB are "
-                f"there, but the disk has only {free / 1e6:,.0f} MB left; free some, or give another out_dir."
+                f"there, but the disk has only {free / 1e6:,.0f} MB left; free some space, or give another out_dir."
             )

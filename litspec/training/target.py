@@ -1,7 +1,7 @@
 """The frozen target: its states over given texts, and its head.
 
-States are what a draft is taught with: the residual stream after some blocks (the taps) and what the head reads, from
-which the target's distribution at every position follows. Of small targets and texts they are computed once and kept.
+A draft learns from these states: the residual stream after some blocks (the taps) and the input of the head, which
+gives the target's distribution at every position. For small targets and few texts they are computed once and kept.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from litspec.checkpoint import Checkpoint, check_sizes, read_state_dict
 from litspec.training.texts import Text
 
-# States that are kept in memory; where they would be more, each step computes its own.
+# The most bytes of states that are kept in memory. If there are more, each step computes its own.
 KEPT_BYTES = 2 << 30
 TEXTS_AT_ONCE = 16
 
@@ -32,15 +32,15 @@ def load_gpt(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -
     check_sizes(checkpoint)
     weights = read_state_dict(checkpoint)
     with torch.device("meta"):
-        model = litgpt.model.GPT(copy.copy(checkpoint.config))  # of its own: `without_head` changes it
+        model = litgpt.model.GPT(copy.copy(checkpoint.config))  # a copy, as `without_head` changes it
     model.load_state_dict({name: w.to(device, dtype, copy=True) for name, w in weights.items()}, assign=True)
     model.cos, model.sin = model.rope_cache(device=device)
     return model
 
 
 def without_head(model: litgpt.model.GPT) -> tuple[nn.Linear, float | None]:
-    """Takes the head off a model, whose forward then returns what the head would read; returns it and the soft cap of
-    its logits."""
+    """Removes the head of a model, whose forward then returns the input of the head. Returns the head and the soft cap
+    of its logits."""
     head, softcap = model.lm_head, model.config.final_logit_softcapping
     model.lm_head = nn.Identity()
     model.config.final_logit_softcapping = None
@@ -52,15 +52,15 @@ class FrozenTarget:
 
     Args:
         checkpoint: Its folder.
-        dtype: Of its weights.
-        device: For weights and states.
-        taps: Blocks (0-based) after which the residual stream is wanted; -1 is the state after the final norm.
+        dtype: Dtype of its weights.
+        device: Device of weights and states.
+        taps: Blocks (0-based) after which the residual stream is needed; -1 is the state after the final norm.
 
     Attributes:
         config: Its model config.
         embedding: The raw embedding, `(V, C)`.
         lm_head: The head.
-        softcap: Of the logits; None for none.
+        softcap: Soft cap of the logits; None without one.
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class FrozenTarget:
 
     @torch.no_grad()
     def states(self, ids: Tensor) -> Tensor:
-        """`(N, T)` to `(N, T, (len(taps) + 1) * C)`: the taps' states in their order, then what the head reads."""
+        """`(N, T)` to `(N, T, (len(taps) + 1) * C)`: the taps' states in their order, then the input of the head."""
         final: Tensor = self._model(ids.to(self.device))
         seen = {**self._seen, -1: final}
         self._seen.clear()
         return torch.cat([*(seen[tap] for tap in self.taps), final], dim=-1)
 
     def logits(self, rows: Tensor) -> Tensor:
-        """What the head makes of rows `(R, C)`: `(R, V)`."""
+        """The logits `(R, V)` of rows `(R, C)`."""
         found = F.linear(rows.to(self.lm_head.weight.dtype), self.lm_head.weight, self.lm_head.bias)
         return found if self.softcap is None else torch.tanh(found / self.softcap) * self.softcap
 
@@ -103,7 +103,7 @@ class StatesOf:
     Args:
         target: The target.
         texts: The texts.
-        keep: Whether to compute all at once and hold them, where they take at most `KEPT_BYTES`.
+        keep: Whether to compute all states at once and keep them, if they need at most `KEPT_BYTES`.
     """
 
     def __init__(self, target: FrozenTarget, texts: Sequence[Text], *, keep: bool) -> None:
@@ -112,7 +112,7 @@ class StatesOf:
         tokens = sum(len(text.ids) for text in texts)
         width = (len(target.taps) + 1) * target.config.n_embd
         if keep and tokens * width * target.embedding.element_size() <= KEPT_BYTES:
-            # Always in the same company: the bits of a state depend on the number of rows.
+            # Always in the same groups, as the bits of a state depend on the number of rows.
             for begin in range(0, len(texts), TEXTS_AT_ONCE):
                 part = texts[begin : begin + TEXTS_AT_ONCE]
                 found = target.states(padded(part)).cpu()
@@ -123,7 +123,7 @@ class StatesOf:
 
         Returns:
             `ids` (N, T); `begins` (N,), where the answers begin; `ends` (N,), where the texts end; `final` (N, T, C),
-            what the target's head reads; `tapped` (N, T, len(taps) * C).
+            the input of the target's head; `tapped` (N, T, len(taps) * C).
         """
         texts = [self._texts[i] for i in numbers]
         device, width = self._target.device, self._target.config.n_embd

@@ -1,4 +1,4 @@
-"""What a draft learns from: prompts, and the answers that the target gives to them.
+"""The texts that a draft learns from: prompts and the target's answers.
 
 OUT/training/prompts.jsonl   the prompts, as `litspec generate --prompts_file` takes them
 OUT/training/answers.jsonl   the target's answers: a job's out file, with its own files beside it
@@ -24,7 +24,7 @@ from litspec.text import TextCodec
 
 CUT_TOKENS = 32
 JSON_LINES = (".jsonl", ".ndjson")
-MOST_BYTES = 1 << 28  # of a file of plain text: more would only make the choice of prompts slow
+MOST_BYTES = 1 << 28  # read from a file of plain text; more would only slow down the choice of prompts
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Text:
     """A prompt and the target's answer.
 
     Attributes:
-        ids: Both, `(T,)` int64, as the target read and wrote them.
+        ids: Prompt and answer, `(T,)` int64, as the target read and wrote them.
         start: Where the answer begins.
-        asked: The prompt as it was given, and its system prompt where it has its own.
+        asked: The prompt as it was given, and its own system prompt if it has one.
     """
 
     ids: Tensor
@@ -48,21 +48,21 @@ class Text:
 def read_prompts(
     data: str | Path, codec: TextCodec, *, limit: int, seed: int, prompt_tokens: int | None = None
 ) -> list[dict[str, Any]]:
-    """The prompts of a file or of all files of a folder, at most `limit` of them, none twice with one answer.
+    """The prompts of a file or of all files of a folder, at most `limit`, without repeated pairs of prompt and answer.
 
     Args:
         data: A .jsonl file with one object per line, as for jobs, optionally with an answer, "text". A .txt file with
-            one prompt per line. Any other text file is cut into prompts.
+            one prompt per line. Any other text file is split into prompts.
         codec: The target's.
-        limit: Where there are more, so many are chosen at random.
-        seed: Of that choice.
-        prompt_tokens: Cut .txt files too, into prompts of so many tokens.
+        limit: If there are more, this many are chosen at random.
+        seed: Seed of that choice.
+        prompt_tokens: Split .txt files too, into prompts of this many tokens.
 
     Returns:
         Objects with at least "prompt".
 
     Raises:
-        InputError: A file cannot be read, a line is no prompt, or there are fewer than two prompts.
+        InputError: A file cannot be read, a line is not a prompt, or there are fewer than two prompts.
     """
     path = Path(data)
     if not path.exists():
@@ -97,7 +97,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _lines(file: Path, codec: TextCodec, prompt_tokens: int | None, *, alone: bool) -> Iterator[dict[str, Any]]:
-    """The prompts of one file. What is no text is left out of a folder, and refused where it was named."""
+    """The prompts of one file. A file that is not text is skipped in a folder, and refused if it was named."""
     suffix = file.suffix.lower()
     try:
         if suffix in JSON_LINES:
@@ -106,16 +106,16 @@ def _lines(file: Path, codec: TextCodec, prompt_tokens: int | None, *, alone: bo
                     continue
                 line = load_line(raw)
                 if not isinstance(line.get("prompt"), str):
-                    raise InputError(f'Line {number} of {str(file)!r} is no JSON object with a "prompt", a string.')
+                    raise InputError(f'Line {number} of {str(file)!r} is not a JSON object with a string "prompt".')
                 yield line
             return
         with open(file, "rb") as opened:
             content = opened.read(MOST_BYTES).decode("utf-8")
         if "\0" in content:
-            raise ValueError("it holds NUL bytes")
+            raise ValueError("it contains NUL bytes")
     except (OSError, ValueError) as error:
         if isinstance(error, InputError) or alone or isinstance(error, OSError):
-            reason = error if isinstance(error, InputError) else f"{str(file)!r} (data) is no text: {error}."
+            reason = error if isinstance(error, InputError) else f"{str(file)!r} (data) is not a text file: {error}."
             raise InputError(str(reason)) from error
         return
     if suffix == ".txt" and prompt_tokens is None:
@@ -125,7 +125,7 @@ def _lines(file: Path, codec: TextCodec, prompt_tokens: int | None, *, alone: bo
 
 
 def cut(text: str, codec: TextCodec, size: int) -> Iterator[str]:
-    """Pieces of about `size` tokens, side by side. Characters that a cut would halve are left out."""
+    """Consecutive pieces of about `size` tokens. Characters that would be split are left out."""
     ids = codec.tokenizer.encode(text, bos=False, eos=False).tolist() if text else []
     for begin in range(0, len(ids) - size + 1, size):
         piece = codec.decode(ids[begin : begin + size]).strip("\ufffd")
@@ -134,7 +134,7 @@ def cut(text: str, codec: TextCodec, size: int) -> Iterator[str]:
 
 
 def is_held_out(prompt: str, share: float) -> bool:
-    """Whether a prompt is never trained on: by its own hash, so that it is the same in every run and file."""
+    """Whether a prompt is never trained on. Its own hash decides, so the answer is the same in every run and file."""
     number = int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=8).digest(), "big")
     return number < share * 2**64
 
@@ -145,22 +145,22 @@ def is_held_out(prompt: str, share: float) -> bool:
 def write_answers(
     prompts: Sequence[dict[str, Any]], folder: Path, *, load: dict[str, Any], settings: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Has the target answer the prompts, or goes on with that; prompts that come with an answer, "text", keep it.
+    """Lets the target answer the prompts, or resumes this. Prompts that come with an answer, "text", keep it.
 
-    The coupled sampler is used: what the target writes then depends on no drafter.
+    The coupled sampler is used, so that the answers do not depend on the drafter.
 
     Args:
         prompts: See `read_prompts`.
-        folder: For the files; made where it does not exist.
+        folder: Folder for the files; created if it does not exist.
         load: Arguments of `SpecLLM.load`.
         settings: Arguments of `SpecLLM.generate`.
 
     Returns:
-        For each prompt an object with "token_ids" or "text", or with neither where there is no answer. Those that the
-        target wrote now are marked by "own".
+        For each prompt an object with "token_ids" or "text", or with neither if there is no answer. Those that the
+        target wrote are marked by "own".
 
     Raises:
-        InputError: See `run_job`; the job was ended by SIGTERM.
+        InputError: See `run_job`; or the job was stopped by SIGTERM.
     """
     folder.mkdir(parents=True, exist_ok=True)
     wanted = [prompt for prompt in prompts if not isinstance(prompt.get("text"), str)]
@@ -171,19 +171,19 @@ def write_answers(
     code = run_job(file, out, load=load, **{**settings, "sampler": "coupled"})
     all_done()
     if code not in (0, 1):
-        raise InputError(f"The target was stopped while it wrote answers to {str(out)!r}; the same command goes on.")
+        raise InputError(f"The target was stopped while writing answers to {str(out)!r}; the same command resumes it.")
     written = (load_line(raw) | {"own": True} for raw in whole_lines(out))
     return [prompt if isinstance(prompt.get("text"), str) else next(written) for prompt in prompts]
 
 
 def all_done() -> None:
-    """Waits for the other ranks of a job, where there are any: the first one writes the files of all."""
+    """Waits for the other ranks of a job, if there are any: rank 0 writes the files of all."""
     if dist.is_available() and dist.is_initialized():
         dist.barrier()
 
 
 def write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> Path:
-    """Writes a file of JSON lines, where it does not hold them already."""
+    """Writes a file of JSON lines, unless it already contains them."""
     content = b"".join(as_line(dump(line)) for line in lines)
     if not path.exists() or path.read_bytes() != content:
         write_atomically(path, content)
@@ -201,16 +201,16 @@ def chosen_texts(
 ) -> tuple[list[Text], list[Text]]:
     """The texts to train on and those held out, in the order of the prompts; at least one of each.
 
-    Answers with an error, and texts without room for a draft, are left out. Where the target has written some of the
-    answers, only such are held out: what it did not write says nothing about its drafts.
+    Answers with an error, and texts without room for a draft, are left out. If the target has written some of the
+    answers, only those are held out: other answers say nothing about its drafts.
 
     Args:
         prompts: See `read_prompts`.
-        answers: Of `write_answers`.
+        answers: See `write_answers`.
         codec: The target's.
         sys_prompt: As in `SpecLLM.generate`.
         longest: Tokens of the longest text that the draft and the target can read.
-        held_out: Share that is held out.
+        held_out: Share of the texts that is held out.
 
     Raises:
         InputError: Fewer than two texts are left.
@@ -231,7 +231,7 @@ def chosen_texts(
     if (failed := len(prompts) - len(texts)) and texts:
         log(f"{failed} of {len(prompts)} prompts have no answer of two tokens or more and are left out.")
     if len(texts) < 2:
-        raise InputError(f"{len(texts)} of the answers have two tokens or more; at least 2 texts are needed.")
+        raise InputError(f"Only {len(texts)} of the answers have two tokens or more; at least 2 texts are needed.")
     may = own if any(own) else [True] * len(texts)
     out = [m and is_held_out(text.asked["prompt"], held_out) for text, m in zip(texts, may)]
     if not any(out):
