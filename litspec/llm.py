@@ -322,7 +322,7 @@ class SpecLLM:
             index: Index of the text. The seed and the index determine its random numbers. Several texts get consecutive
                 indices from here on.
             num_samples: Number of texts for one prompt, returned as a list; they get consecutive indices from `index`.
-            batch_size: The most texts that are generated at the same time; "auto" for as many as memory holds and as
+            batch_size: The most texts that are generated at the same time; "auto" for as many as fit in memory and
                 increase throughput. A text does not depend on it.
 
         Raises:
@@ -469,7 +469,7 @@ class SpecLLM:
         """How many texts to generate at the same time.
 
         Args:
-            batch_size: The most; "auto" for as many as memory holds and as increase throughput.
+            batch_size: The most; "auto" for as many as fit in memory and increase throughput.
             texts: Number of texts.
             max_length: Tokens of the longest text, prompt and completion together.
         """

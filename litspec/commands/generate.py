@@ -44,8 +44,8 @@ def generate(
         out_file: File for the texts of prompts_file, one JSON object per line in the order of the prompts. Statistics
             go to OUT_FILE.stats.jsonl. The same command resumes an interrupted job.
         num_samples: Number of texts per prompt.
-        batch_size: The most texts of prompts_file that are generated at the same time. auto takes as many as
-            memory holds and as increase throughput. A text does not depend on it.
+        batch_size: The most texts of prompts_file that are generated at the same time. auto uses as many as
+            fit in memory and increase throughput. A text does not depend on it.
         {settings}
         raw: Write control characters to a terminal unchanged; else they are escaped.
         include_prompt: Print the prompt before the text.
