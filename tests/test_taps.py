@@ -356,9 +356,14 @@ def test_texts_are_the_same_alone_in_a_batch_and_without_a_head(
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target of 64 channels: in bfloat16 smaller products of a few rows have other bits, also the target's own."""
-    config = tiny_config(n_layer=LAYERS, block_size=2048, n_embd=64, intermediate_size=128)
+    """A target whose heads have no small products in bfloat16, see `engine.rows.SMALL_PRODUCT`."""
+    config = tiny_config(n_layer=LAYERS, block_size=2048, n_embd=192, intermediate_size=384)
     return write_checkpoint(tmp_path_factory.mktemp("wide"), config, weights=lively_weights(config))
+
+
+@pytest.fixture(scope="module")
+def wide_in_bf16(wide: Path) -> SpecLLM:
+    return SpecLLM.load(wide, drafter="none", precision="bf16-true")
 
 
 @pytest.mark.slow
@@ -430,11 +435,11 @@ def test_rejection_texts_run_together_as_far_as_rows_keep_their_bits(
 @pytest.mark.parametrize("most", [24, 5])
 @pytest.mark.parametrize("kind", ["eagle", "mtp1", "dflash"])
 def test_a_head_whose_rows_feel_how_many_they_are_is_found(
-    in_bf16: SpecLLM, kind: str, most: int, tmp_path: Path
+    wide_in_bf16: SpecLLM, kind: str, most: int, tmp_path: Path
 ) -> None:
-    head, target = head_of(kind, in_bf16, tmp_path), _target(in_bf16)
+    head, target = head_of(kind, wide_in_bf16, tmp_path), _target(wide_in_bf16)
     assert head.step_rows(target) is not None
-    head = head_of(kind, in_bf16, tmp_path)
+    head = head_of(kind, wide_in_bf16, tmp_path)
 
     def odd(project: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         return lambda x: project(x) + (x.size(0) > most)
@@ -526,3 +531,11 @@ def test_the_memory_of_a_head_is_reported(llm: SpecLLM, kind: str, tmp_path: Pat
     held = sum(buffer.nbytes for buffer in (*cache.k, *cache.v)) / 4
     states = CHUNK * len(drafter.taps) * llm.placed.model.config.n_embd * 4
     assert drafter.memory(1500) == held + states
+
+
+def test_a_batch_of_heads_does_not_cross_the_size_where_bf16_products_change_their_kernel(
+    in_bf16: SpecLLM, tmp_path: Path
+) -> None:
+    # Two texts of two or four rows would cross it in layers of 32 x 64; a single one does not.
+    for kind in ("eagle", "mtp1", "dflash"):
+        assert head_of(kind, in_bf16, tmp_path).step_rows(_target(in_bf16)) is None
