@@ -149,6 +149,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("assistant"), *for_vocabulary(264))
 
 
+@pytest.mark.slow
 def test_an_assistant_follows_the_drafter_protocol(checkpoint: Path, folder: Path) -> None:
     llm = SpecLLM.load(checkpoint, drafter="none")
     check_drafter(load_assistant(folder, llm.placed.model), llm, rounds=5, draws=512)

@@ -94,6 +94,7 @@ def test_a_text_does_not_depend_on_its_neighbours(
     assert count == len(numbers)
 
 
+@pytest.mark.slow
 def test_a_list_gives_its_texts_in_order_for_every_batch_size() -> None:
     llm, given = pair("32-true"), asked("coupled")
     texts = [alone("32-true", "draft_model", "coupled", number) for number in range(8)]

@@ -218,6 +218,7 @@ def test_functions_take_turns_and_the_last_of_a_few_runs_is_timed(monkeypatch: p
     assert calls == ["verification", "draft"] * 6
 
 
+@pytest.mark.slow
 def test_runs_take_turns_text_by_text(llm: SpecLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, ticks = [], []
     real = SpecLLM.generate
@@ -539,6 +540,7 @@ def test_a_simulated_run_of_the_command(
     assert report["runs"][3]["tokens_per_round"] == pytest.approx(23 / 6)
 
 
+@pytest.mark.slow
 def test_text_fits_and_ends_with_the_advice_and_the_plot_is_a_picture(
     capsys: pytest.CaptureFixture[str], pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -554,6 +556,7 @@ def test_text_fits_and_ends_with_the_advice_and_the_plot_is_a_picture(
     assert picture.startswith(b"\x89PNG\r\n\x1a\n") and len(picture) > 10_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output_format", ["text", "json"])
 def test_the_rows_of_a_head_have_its_own_name(
     capsys: pytest.CaptureFixture[str],
@@ -663,6 +666,7 @@ def test_what_the_pair_lacks_is_named(capsys: pytest.CaptureFixture[str], pair: 
             assert word in err, (flags, err)
 
 
+@pytest.mark.slow
 def test_results_are_printed_even_if_the_plot_fails(
     capsys: pytest.CaptureFixture[str], pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ def bench(monkeypatch):
     return main
 
 
+@pytest.mark.slow
 def test_every_context_has_positive_numbers_and_the_plot_is_a_picture(bench, capsys, tmp_path):
     picture = tmp_path / "growth.png"
     bench("--contexts", "600,64", "--repeats", "2", "--output_format", "json", "--plot", str(picture))
@@ -49,6 +50,7 @@ def test_every_context_has_positive_numbers_and_the_plot_is_a_picture(bench, cap
     assert data.startswith(b"\x89PNG\r\n") and len(data) > 20_000
 
 
+@pytest.mark.slow
 def test_text_shows_tables_and_the_growth_between_two_contexts(bench, capsys):
     bench("--contexts", "64,128", "--repeats", "1")
     out = capsys.readouterr().out

@@ -228,6 +228,7 @@ def test_a_saved_file_is_complete_and_replaces_no_other(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_answer_and_not_the_chat(tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     made = folder(tmp_path / "a", block_size=100_000)

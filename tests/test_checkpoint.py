@@ -487,6 +487,7 @@ print(size, largest, peak, loaded, max(seen) - before, anonymous_mb() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's account of memory")
 def test_weights_are_never_held_twice(tmp_path: Path) -> None:
     config = tiny_config(n_layer=16, n_embd=768, n_head=12, n_query_groups=4, intermediate_size=2048)

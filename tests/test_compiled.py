@@ -147,6 +147,7 @@ def test_a_graph_bans_stop_tokens_until_min_new_tokens(llm: SpecLLM) -> None:
         assert kept.tolist() == [False, False, True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("top_k", [None, 6])
 @pytest.mark.parametrize("drawn", [False, True])
 @pytest.mark.parametrize("m", [0, 1, 3])
@@ -342,6 +343,7 @@ def test_long_draft_steps_share_no_graph(
     assert len(other.runner) == 2 and max(out.stats.proposed / out.stats.rounds for out in outs) > 2
 
 
+@pytest.mark.slow
 def test_the_command_says_that_it_compiles(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--checkpoint_dir", pair[0], "--drafter", "none", "--verify_width", 2, "--prompt", "abc"]
     with pytest.raises(SystemExit) as exit_:
@@ -351,6 +353,7 @@ def test_the_command_says_that_it_compiles(pair: tuple[Path, Path], capsys: pyte
     assert err.count("Compiling; this takes a while") == 1 and "Compiling took" in err
 
 
+@pytest.mark.slow
 def test_verify_passes_with_compiled_steps(
     pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -191,6 +191,7 @@ def parse(*args: str):
     return build_parser().parse_args(["generate", *args])["generate"]
 
 
+@pytest.mark.slow
 @each_file
 def test_the_command_reads_the_file(path, monkeypatch):
     monkeypatch.chdir(ROOT)

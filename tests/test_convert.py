@@ -70,6 +70,7 @@ def write(folder: Path, name: str, **sizes: Any) -> Any:
     return model
 
 
+@pytest.mark.slow
 def test_a_folder_is_converted_when_asked_and_gives_the_models_text(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "any name"
     model = write(folder, name)
@@ -117,6 +118,7 @@ def test_without_asking_nothing_is_converted_and_ranks_never_do(
         open_checkpoint(tmp_path / "a", may_convert=True)
 
 
+@pytest.mark.slow
 def test_a_job_converts_before_it_reads_what_decides_its_texts(tmp_path: Path, name: str) -> None:
     write(tmp_path / "a", name)
     (tmp_path / "prompts.txt").write_text("abc\n")

@@ -244,6 +244,7 @@ def test_the_target_predicts_better_than_a_compressor_also_in_long_texts(held_ou
     assert last < first + 0.25  # 1.28 times the perplexity: the passages differ, a collapse would be far more
 
 
+@pytest.mark.slow
 def test_the_draft_predicts_the_greedy_target_and_the_text_is_the_targets(
     pair: tuple[GPT, GPT], prompts: list[torch.Tensor]
 ) -> None:

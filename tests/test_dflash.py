@@ -528,6 +528,7 @@ class Stale(DFlash):
                 buffer[:, :, start : start + size] = old[:, :, start : start + size]
 
 
+@pytest.mark.slow
 def test_a_head_that_keeps_a_block_s_keys_is_found(llm: SpecLLM) -> None:
     with pytest.raises(AssertionError, match="Rollback"):
         check_drafter(Stale(random_head(llm, "v1").network), llm, rounds=4, draws=0)
@@ -553,6 +554,7 @@ class Prophet(DFlash):
         return [Proposal(tokens)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [40, 700])
 def test_after_a_real_text_every_draft_is_that_of_a_fresh_session_told_the_whole_prefix(
     llm: SpecLLM, size: int
@@ -581,6 +583,7 @@ def test_after_a_real_text_every_draft_is_that_of_a_fresh_session_told_the_whole
             assert logits.std() > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_texts_are_the_target_s_own(version: str, precision: str) -> None:
@@ -599,12 +602,14 @@ def test_texts_are_the_target_s_own(version: str, precision: str) -> None:
             assert sum(block.proposed for block in text.blocks) > 30
 
 
+@pytest.mark.slow
 def test_bench_times_a_head_with_the_states_that_it_wants(llm: SpecLLM) -> None:
     head = random_head(llm, "v1")
     parts = measure_parts(llm, llm, {"head": head}, GREEDY, list(range(2, 40)), [1, 8], repeats=1)
     assert 0 < parts.draft["head"] < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 @torch.inference_mode()
 def test_two_sampled_tokens_have_the_target_s_law_whatever_the_head_drafts(version: str) -> None:

@@ -117,6 +117,7 @@ def test_no_drafter_no_k_and_no_budget_changes_the_text(drafter, sampling):
         assert tokens_of(complete(drafter, sampling, new=new)) == plain[:new]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [GREEDY, COUPLED], ids=["greedy", "coupled"])
 @pytest.mark.parametrize("drafter", [*NAMES, Reckless()], ids=[*NAMES, "reckless"])
 def test_a_stop_ends_the_text_where_the_target_alone_ends_it(drafter, sampling):
@@ -130,6 +131,7 @@ def test_a_stop_ends_the_text_where_the_target_alone_ends_it(drafter, sampling):
                 assert blocks[-1].finish_reason == "stop"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [GREEDY, COUPLED, REJECTION], ids=["greedy", "coupled", "rejection"])
 @pytest.mark.parametrize("drafter", NAMES)
 def test_a_stop_that_is_banned_at_first_does_not_come_too_early(drafter, sampling):
@@ -140,6 +142,7 @@ def test_a_stop_that_is_banned_at_first_does_not_come_too_early(drafter, samplin
         assert tokens_of(blocks) == tokens_of(complete("none", sampling, stops=[[stop]], min_new=20, new=40))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", NAMES)
 def test_rejection_texts_follow_the_target_s_law(drafter):
     model = gpt(seed=4, vocab=5)
@@ -159,6 +162,7 @@ def test_rejection_texts_follow_the_target_s_law(drafter):
     assert follows(torch.tensor([tokens_of(text) for text in blocks]), law)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", NAMES)
 def test_a_seed_gives_one_rejection_text_whatever_the_clock_says(drafter, monkeypatch):
     clock = random.Random(0)
@@ -227,6 +231,7 @@ def drafters() -> dict[str, Drafter]:
     return {name: make_drafter(name, placed) for name in NAMES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("sampling", [GREEDY, COUPLED], ids=["greedy", "coupled"])
 def test_after_any_rounds_the_drafts_are_those_of_a_fresh_session(name, sampling):
@@ -259,6 +264,7 @@ def test_greedy_drafts_are_what_litgpt_s_model_says(name, model, n_layer):
         assert script.propose(7).tokens.tolist() == argmax_alone(model, script.tokens, 7, n_layer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sampling"),
     [("draft_model", Sampling(temperature=1.3, top_k=30, top_p=0.9)), ("early_exit", REJECTION)],
@@ -277,6 +283,7 @@ def test_tokens_are_drawn_from_the_distribution_that_is_reported(name, sampling)
     assert chi_square(torch.cat([proposal.tokens for proposal in drawn]), law) > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_our_drafters_follow_the_drafter_protocol(name):
     check_drafter(drafters()[name], SimpleNamespace(placed=place(), verify_width=8), rounds=4, draws=300)
@@ -474,6 +481,7 @@ def test_a_draft_in_another_precision_leaves_the_text_alone():
 # --- a model where the text has nothing to say ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_lookup_then_model_uses_the_model_without_an_earlier_trigram():
     rng = random.Random(7)
     looked_up = 0
@@ -546,6 +554,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [GREEDY, COUPLED, REJECTION], ids=["greedy", "coupled", "rejection"])
 @pytest.mark.parametrize("proposal", BROKEN)
 def test_a_broken_proposal_is_refused_by_name_and_the_next_text_is_right(proposal, sampling):
@@ -565,6 +574,7 @@ def test_a_broken_proposal_is_refused_by_name_and_the_next_text_is_right(proposa
     assert tokens_of(again) == tokens_of(plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [GREEDY, COUPLED, Sampling(top_k=9)], ids=["greedy", "coupled", "rejection"])
 def test_unusual_but_valid_proposals_are_accepted(sampling):
     plain = tokens_of(complete("none", sampling))

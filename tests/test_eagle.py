@@ -237,11 +237,13 @@ def test_texts_together_receive_the_states_of_their_own_taps_also_a_repeated_tap
         torch.testing.assert_close(found[1:], expected[:-1], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"draft_vocab_size": 64}, {"norm_output": True}])
 def test_a_head_follows_the_drafter_protocol(llm: SpecLLM, tmp_path: Path, fields: dict[str, Any]) -> None:
     check_drafter(head_for(llm, tmp_path, **fields), llm, rounds=5, draws=1024)
 
 
+@pytest.mark.slow
 def test_a_head_that_keeps_the_chain_s_keys_of_accepted_tokens_is_detected(llm: SpecLLM, tmp_path: Path) -> None:
     class Stale(EagleSession):
         """Keeps the keys and values of accepted drafts."""
@@ -274,6 +276,7 @@ def test_a_prompt_that_the_target_knows_already_is_drafted_for_as_the_first_time
     assert proposals_of(llm, head, ["a" * 600 + "b"]) == [longer]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_texts_of_the_embedded_target_are_the_same_with_and_without_a_head(tmp_path: Path, precision: str) -> None:
     plain = SpecLLM.load(precision=precision, accelerator="cpu", drafter="none")

@@ -269,6 +269,7 @@ def test_a_slot_that_has_read_a_prompt_gets_the_text_with_that_prompt(monkeypatc
     assert verified[0][0, 0] == blocks[0].tokens[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("length", "rounds"), [(1, 1), (8, 1), (9, 2), (16, 2), (17, 0)])
 def test_a_short_prompt_is_read_in_the_rounds_of_the_texts_that_run(monkeypatch, length, rounds):
     placed = place()
@@ -385,6 +386,7 @@ class Split(Drafter):
         return Session()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place_of_the_bad", [0, 1, 2])
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_drafter_that_breaks_the_protocol_in_one_text_does_not_affect_the_others(wrong, place_of_the_bad):
@@ -419,6 +421,7 @@ actions = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(st.integers(1, 4), actions)
 def test_in_any_order_of_texts_steps_and_cancels_each_text_is_what_it_is_alone(slots, actions):
@@ -461,6 +464,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> SpecLLM:
     return SpecLLM.load(*write_pair(folder, tiny_config(), noise=0.02))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["closed", "forgotten", "read"])
 def test_a_stream_returns_its_engine_in_every_way_of_ending(llm, end, monkeypatch):
     made = []

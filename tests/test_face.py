@@ -25,6 +25,7 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "argv, expected",
     [
@@ -68,6 +69,7 @@ def test_without_proposals_acceptance_is_not_reported() -> None:
     assert "acceptance rate 0.00 (0/4)" in Stats(new_tokens=3, proposed=4).summary()
 
 
+@pytest.mark.slow
 def test_verify_prints_its_thresholds_and_progress(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folders = [str(write_checkpoint(tmp_path / name, seed=seed)) for seed, name in enumerate(("target", "draft"))]
     with pytest.raises(SystemExit) as exit_:

@@ -47,6 +47,7 @@ def run(*args: Any) -> int:
     return int(exit_.value.code or 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", AS_TYPED, ids=repr)
 def test_a_string_arrives_as_it_was_typed(called: dict[str, Any], text: str) -> None:
     flags = ["prompt", "sys_prompt", "checkpoint_dir", "draft_dir", "prompts_file", "out_file", "draft_device"]
@@ -56,12 +57,14 @@ def test_a_string_arrives_as_it_was_typed(called: dict[str, Any], text: str) -> 
         assert {name: called[name] for name in flags} == dict.fromkeys(flags, text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", AS_TYPED, ids=repr)
 def test_a_stop_arrives_as_it_was_typed_beside_the_others(called: dict[str, Any], text: str) -> None:
     assert run("generate", "--stop", "good", "--stop", text, f"--stop={text}") == 0
     assert called["stop"] == ["good", text, text]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", AS_TYPED, ids=repr)
 def test_a_string_of_a_file_arrives_as_the_file_has_it(called: dict[str, Any], tmp_path: Path, text: str) -> None:
     values = {"prompt": text, "sys_prompt": text, "draft_dir": text, "out_file": text, "stop": ["good", text]}

@@ -118,6 +118,7 @@ def test_chains_of_ids_are_continued_as_often_as_asked() -> None:
         assert followed.float().mean().item() == pytest.approx(right, abs=0.06)
 
 
+@pytest.mark.slow
 def test_a_stage_that_fails_or_lasts_too_long_is_told_and_the_others_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -64,6 +64,7 @@ MORE: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [{"temperature": 0.0}, {"sampler": "coupled", "seed": 3}], ids=["greedy", "coupled"])
 @pytest.mark.parametrize("form", FORMS)
 def test_no_drafter_changes_a_text(llm: SpecLLM, form: str, mode: dict[str, Any]) -> None:
@@ -84,6 +85,7 @@ def test_no_drafter_changes_a_text(llm: SpecLLM, form: str, mode: dict[str, Any]
 # --- the texts --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [30])
 def test_sampled_texts_are_valid_and_end_where_their_schema_does(llm: SpecLLM, count: int) -> None:
     texts = llm.generate(PROMPTS[0], num_samples=count, json_schema=SCHEMA, temperature=1.0, seed=5, max_new_tokens=90)
@@ -204,6 +206,7 @@ def test_a_grammar_ends_a_text_also_where_no_token_does(codec: TextCodec) -> Non
     assert grammar.push(ids[2:]) == (3, 3)
 
 
+@pytest.mark.slow
 def test_rejection_has_the_law_of_the_target_restricted_by_the_grammar(codec: TextCodec) -> None:
     language = ["aab", "abc", "acc", "bab", "bba", "cab", "cca", "ccb"]
     made = Grammars(codec, [256])
@@ -380,6 +383,7 @@ def test_response_format_says_the_same_as_json_schema(llm: SpecLLM) -> None:
     assert llm.generate("abc", response_format={"type": "json_object"}, **settings).text.startswith("{")
 
 
+@pytest.mark.slow
 def test_flags_files_and_lines_say_the_same_as_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_checkpoint(tmp_path / "target", tokenizer=byte_level_tokenizer())
     llm = SpecLLM.load(folder, accelerator="cpu", precision="32-true")

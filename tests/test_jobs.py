@@ -921,6 +921,7 @@ def test_a_job_killed_at_20_random_moments_ends_with_the_file_of_an_undisturbed_
     assert_whole(out, real.expected)
 
 
+@pytest.mark.slow
 def test_any_number_of_ranks_gives_the_same_file_and_resumes_what_another_number_left(
     real: RealJob, tmp_path: Path
 ) -> None:
@@ -939,6 +940,7 @@ def test_any_number_of_ranks_gives_the_same_file_and_resumes_what_another_number
     assert_whole(out, real.expected)
 
 
+@pytest.mark.slow
 def test_a_target_cut_across_ranks_resumes_too(real: RealJob, tmp_path: Path) -> None:
     cut = {"ranks": 2, "placement": "tensor_parallel"}
     assert real.run(tmp_path / "undisturbed.jsonl", **cut) == [0, 0]
@@ -961,6 +963,7 @@ def test_a_target_cut_across_ranks_resumes_too(real: RealJob, tmp_path: Path) ->
     assert f"after {left} of 24 texts" in (tmp_path / "stderr.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_write_ends_the_job_with_a_sentence(real: RealJob, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     # The errors of a child make it end with 1, as any exception does.
@@ -1023,6 +1026,7 @@ def test_a_second_sigterm_ends_a_job_at_once(real: RealJob, tmp_path: Path) -> N
     assert whole_lines(out) == 1
 
 
+@pytest.mark.slow
 def test_the_command_runs_a_job(pair: Pair, tmp_path: Path) -> None:
     write_prompts(tmp_path, [{"id": "a", "prompt": "first"}, {"id": "b"}])
     command = [sys.executable, "-m", "litspec", "generate", "--prompts_file", "in.jsonl", "--out_file", "out.jsonl"]

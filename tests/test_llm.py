@@ -410,6 +410,7 @@ def test_a_stream_that_is_not_read_to_the_end_does_not_affect_later_texts(llm: S
     assert llm.generate(PROMPTS[0], **settings).text == alone
 
 
+@pytest.mark.slow
 def test_threads_share_one_object(llm: SpecLLM) -> None:
     settings = dict(max_new_tokens=30, temperature=1.0, seed=6)
     jobs = [(prompt, index) for prompt in PROMPTS for index in range(2)]

@@ -209,6 +209,7 @@ def test_rejection_has_the_law_of_the_processed_target(name: str) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["rejection", "coupled"])
 def test_texts_of_several_rounds_have_the_law_too(sampler: str) -> None:
     rules, sampling = LAW_RULES["all"], Sampling(1.1, sampler=sampler, min_p=0.05)
@@ -398,6 +399,7 @@ def test_settings_that_change_nothing_give_the_same_bits(llm: SpecLLM) -> None:
         assert llm.generate("abcabc", max_new_tokens=20, **settings, **neutral).token_ids == plain.token_ids
 
 
+@pytest.mark.slow
 def test_flags_files_and_lines_say_the_same_as_python(
     llm: SpecLLM, pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 POSITIONS = (1, 59, 300, 1090)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_text_in_a_batch_has_the_logits_that_it_has_alone(name: str, dtype: torch.dtype) -> None:

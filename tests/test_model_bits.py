@@ -70,12 +70,14 @@ def test_a_row_keeps_its_bits_in_a_block_of_many_rows(name: str, width: int = 72
     assert all(torch.equal(logits, found[0]) for logits in found[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_row_keeps_its_bits_in_every_family(name: str, dtype: torch.dtype) -> None:
     assert_rows_keep_their_bits(model_of(name, dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "groups", "head_size"), [(9, 3, 64), (8, 1, 128), (2, 2, 256)])
 def test_a_row_keeps_its_bits_at_real_head_sizes(heads: int, groups: int, head_size: int, dtype: torch.dtype) -> None:
@@ -97,6 +99,7 @@ def test_a_row_keeps_its_bits_at_real_head_sizes(heads: int, groups: int, head_s
     assert_rows_keep_their_bits(model.to(dtype), positions=(125, 385, 509, 1021, 2020))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["llama-3", "pythia", "latent", "mixtral"])
 def test_packed_layers_keep_a_rows_bits_and_compute_the_same(

@@ -57,6 +57,7 @@ def test_buckets_are_built_at_warm_up_and_none_later() -> None:
     assert graphs() == len(buckets)
 
 
+@pytest.mark.slow
 def test_the_compiled_graph_keeps_a_rows_bits_and_computes_the_eager_logits() -> None:
     model = model_of("llama-3")
     compiled = torch.compile(model.verify, fullgraph=True, dynamic=False)

@@ -53,6 +53,7 @@ def test_a_cache_of_131072_positions_costs_its_keys_and_values(peak_bytes: Calla
     assert peak <= kv_bytes + 64 * 2**20
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_reading_4096_tokens_takes_at_most_a_quarter_of_litgpts_memory(peak_bytes: Callable) -> None:
     config = toy(block_size=4096)

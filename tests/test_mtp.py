@@ -402,6 +402,7 @@ def mimo_by_transformers(
     return torch.cat(logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", MIMO_SIZES)
 def test_drafts_for_mimo_s_shape_are_those_of_transformers_qwen2_layer_after_rounds(tmp_path, size):
     from litspec.testing import _Text

@@ -543,6 +543,7 @@ def test_the_references_are_families_that_litgpt_reads() -> None:
     assert set(REFERENCES) <= set(FAMILIES)
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_is_not_aborted_by_its_own_heartbeat() -> None:
     # A thread inside the store at interpreter exit would abort the process: exit code 134.
     code = (

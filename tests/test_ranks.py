@@ -60,6 +60,7 @@ def free_port() -> int:
 needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux lists a process's children")
 
 
+@pytest.mark.slow
 @needs_proc
 def test_a_rank_ends_with_the_process_that_started_it_from_its_first_moment(folder: Path) -> None:
     first = start(folder, "--devices", "2")
@@ -89,6 +90,7 @@ def test_a_rank_that_is_killed_in_a_job_ends_it_with_2_and_a_sentence(folder: Pa
         first.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("env", "flags", "sentence"),
     [
@@ -108,6 +110,7 @@ def test_what_would_wait_without_end_is_refused_at_once(
     assert sentence in said and "Traceback" not in said
 
 
+@pytest.mark.slow
 @needs_proc
 def test_a_port_in_use_is_refused_before_another_rank_is_started(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -96,6 +96,7 @@ def law_of(table: torch.Tensor, first: int, temperature: float, count: int) -> t
     return law
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["rejection", "coupled"])
 @pytest.mark.parametrize("k", [1, 3])
 def test_its_sampled_texts_have_the_targets_law(k, sampler):
@@ -118,6 +119,7 @@ def test_its_sampled_texts_have_the_targets_law(k, sampler):
     assert not follows(torch.tensor(texts), law_of(DRAFT_TABLE, 1, 1.2, 4)), "a draft that says the same proves nothing"
 
 
+@pytest.mark.slow
 def test_with_rejection_a_proposal_of_a_round_behind_a_refusal_leaves_no_trace_in_the_law():
     # The draft is certain of a token that the target rarely chooses, so nearly every round ends with a rejection.
     sure = torch.zeros(IDS, IDS, IDS)

@@ -51,6 +51,7 @@ def job(folder: Path, tmp_path: Path) -> Callable[..., int]:
 BESIDE = ["o.jsonl.lock", "o.jsonl.job.json", "o.jsonl.stats.jsonl"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BESIDE)
 @pytest.mark.parametrize("kind", ["link", "link to nothing", "pipe", "folder", "text"])
 def test_what_lies_beside_the_out_file_and_is_no_jobs_is_refused_and_left_alone(
@@ -271,6 +272,7 @@ def test_more_rows_than_positions_are_refused(folder: Path) -> None:
         SpecLLM.load(folder, accelerator="cpu", verify_width=100_000)
 
 
+@pytest.mark.slow
 def test_yaml_that_is_nested_deep_is_refused(folder: Path) -> None:
     for name in ("prompt_style.yaml", "model_config.yaml"):
         (folder / name).write_text("[" * 3000)

@@ -68,6 +68,7 @@ def test_if_a_row_depends_on_its_place_the_next_row_count_is_used() -> None:
     assert find_rows(model, 5) == find_rows(model, 8) == (4, 8) and find_rows(model, 4) == (4,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_row_count_that_is_found_gives_the_logits_of_the_most_rows(name: str, dtype: torch.dtype) -> None:

@@ -48,6 +48,7 @@ def token_ids(llm: SpecLLM, drafter: str, prompts: list[str] = PROMPTS, **settin
     return [text.token_ids for text in texts]
 
 
+@pytest.mark.slow
 def test_greedy_no_drafter_and_every_drafter_at_every_k_give_the_same_tokens(llm: SpecLLM) -> None:
     alone = token_ids(llm, "none", temperature=0.0)
     assert len(PROMPTS) == 20 and sum(map(len, alone)) > 0.8 * 20 * TOKENS
@@ -58,6 +59,7 @@ def test_greedy_no_drafter_and_every_drafter_at_every_k_give_the_same_tokens(llm
     assert token_ids(llm, "early_exit", temperature=0.0, speculative_k=4) == alone
 
 
+@pytest.mark.slow
 def test_coupled_no_drafter_and_every_drafter_at_every_k_give_the_same_tokens(llm: SpecLLM) -> None:
     alone = token_ids(llm, "none", PROMPTS[:4], **COUPLED)
     for k in (*range(1, llm.verify_width), "auto"):
@@ -76,6 +78,7 @@ def test_rejection_repeats_with_its_seed_and_a_further_prompt_changes_no_other(l
     assert [text.token_ids for text in other] != [text.token_ids for text in both]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
 def test_the_guarantee_rests_on_one_width_and_on_buckets(dtype: torch.dtype) -> None:

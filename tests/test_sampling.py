@@ -238,6 +238,7 @@ def dense_of_its_own(sampler: Sampler) -> Drafter:
     return lambda logits, zero, i: own.draw(logits, i)
 
 
+@pytest.mark.slow
 @each_setting
 @pytest.mark.parametrize("drafter", [honest, narrow, most_likely, sparse_of_its_own, dense_of_its_own])
 def test_rejection_sampling_has_the_law_of_the_target(sampling: Sampling, drafter: Callable) -> None:
@@ -372,6 +373,7 @@ def test_a_token_of_target_probability_zero_is_rejected_for_every_reported_q() -
 # Random numbers from counters
 
 
+@pytest.mark.slow
 @each_setting
 @pytest.mark.parametrize("seed", [0, 2**63 + 5])
 def test_a_seeded_round_has_the_law_of_the_target_over_positions(sampling: Sampling, seed: int) -> None:
@@ -390,6 +392,7 @@ def test_a_seeded_round_has_the_law_of_the_target_over_positions(sampling: Sampl
     assert follows(torch.stack(first), laws[0]) and follows(torch.stack(second), laws[1])
 
 
+@pytest.mark.slow
 def test_a_seeded_draw_has_the_law_of_the_model_over_seeds() -> None:
     logits = table(1, VOCAB, seed=3)
     law = litgpt_probs(logits, 1.0, None, 1.0)[0]
@@ -489,6 +492,7 @@ def test_a_coupled_draw_has_the_law_of_the_model(sampling: Sampling, seed: int) 
     assert follows(choices(Coupled(sampling, seed=seed), logits.expand(50_000, -1)), law)
 
 
+@pytest.mark.slow
 @each_setting
 def test_a_coupled_draw_has_the_law_of_the_model_over_seeds(sampling: Sampling) -> None:
     logits = table(1, VOCAB, seed=3)
@@ -562,6 +566,7 @@ def test_seeds_do_not_share_their_noise_at_other_positions() -> None:
     assert seen.unique().numel() > seen.numel() - 20
 
 
+@pytest.mark.slow
 def test_positions_do_not_share_their_noise_shifted_by_some_ids() -> None:
     size = 3_000
     noise = gumbel_noise(1234, torch.arange(size), torch.arange(size).unsqueeze(0)).view(torch.int32).long()
@@ -754,6 +759,7 @@ def test_drawing_and_verifying_read_nothing_to_the_host(name: str) -> None:
     assert reads.seen != [], "the counter counts nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["rejection", "coupled"])
 def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(sampler: str) -> None:
     logits, q_logits = table(64, 6, VOCAB, seed=70), table(64, 5, VOCAB, seed=71)

@@ -196,6 +196,7 @@ DRAFTS = {
 each_draft = pytest.mark.parametrize("draft_says", DRAFTS.values(), ids=DRAFTS.keys())
 
 
+@pytest.mark.slow
 @each_draft
 @pytest.mark.parametrize("k", range(0, 9))
 def test_a_stop_ends_the_text_wherever_it_lies_in_a_block(draft_says: list[int], k: int) -> None:
@@ -212,6 +213,7 @@ def test_a_stop_ends_the_text_wherever_it_lies_in_a_block(draft_says: list[int],
         assert 0 <= rate <= 1
 
 
+@pytest.mark.slow
 @each_draft
 @pytest.mark.parametrize("k", range(0, 9))
 def test_without_a_stop_the_text_has_the_length_asked_for(draft_says: list[int], k: int) -> None:
@@ -282,6 +284,7 @@ ARCHITECTURES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(10))
 def test_greedy_text_of_random_pairs_is_that_of_the_target_alone(block: int) -> None:
     accepted = 0.0
@@ -454,6 +457,7 @@ def three_tokens(draft: Chain, target: Chain, k: int, sampling: dict[str, Any], 
     return repeat(one, times)
 
 
+@pytest.mark.slow
 @each_sampling
 @pytest.mark.parametrize("k", [0, 1, 2, 4])
 def test_the_joint_law_of_three_sampled_tokens_is_that_of_the_target(sampling: dict[str, Any], k: int) -> None:
@@ -471,6 +475,7 @@ def test_a_rule_that_accepts_too_easily_does_not_pass(
     assert not follows(three_tokens(draft, target, 2, sampling), target.law(sampling))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [{"temperature": 0.8}, {"top_k": 5}, {"top_k": 3, "top_p": 0.9}])
 @pytest.mark.parametrize(("draft_vocab", "target_vocab"), [(8, 5), (4, 6)])
 def test_the_law_holds_where_the_vocabularies_differ_in_size(
@@ -522,6 +527,7 @@ def triples(times: int, k: int, sampling: dict[str, Any]) -> tuple[Tensor, Tenso
     return tokens.view(-1, 3), target.law(sampling)
 
 
+@pytest.mark.slow
 def test_a_long_text_by_generate_has_the_law_of_the_target() -> None:
     assert follows(*triples(4_000, 2, SAMPLING["all three"]))
     assert follows(*triples(2_000, 3, SAMPLING["temperature"]))

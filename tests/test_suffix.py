@@ -351,6 +351,7 @@ def test_it_is_chosen_by_name_and_follows_the_drafter_protocol(llm: SpecLLM) -> 
     check_drafter(llm.drafter, llm, rounds=4, draws=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_texts_of_the_embedded_target_are_the_same_with_and_without_it(precision: str) -> None:
     plain = SpecLLM.load(precision=precision, accelerator="cpu", drafter="none")

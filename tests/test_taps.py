@@ -137,6 +137,7 @@ def assert_drafts(found: tuple[list[int], Tensor], expected: tuple[list[int], Te
 # --- prefixes ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", HEADS)
 def test_behind_a_prefix_that_is_known_drafts_are_those_of_a_text_read_from_its_beginning(
     llm: SpecLLM, kind: str, tmp_path: Path
@@ -252,6 +253,7 @@ def _as(session: Any, kind: type) -> Any:
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", HEADS)
 def test_texts_drafted_together_get_the_drafts_of_a_fresh_pass_over_each(
     llm: SpecLLM, kind: str, tmp_path: Path
@@ -474,6 +476,7 @@ def test_on_a_compiled_target_drafts_and_texts_are_the_same(tmp_path: Path) -> N
         assert drafts[0] == drafts[1] and len({tuple(proposal) for proposal in drafts[0][0]}) > 3
 
 
+@pytest.mark.slow
 def test_interrupted_texts_leave_nothing_and_streams_run_side_by_side(llm: SpecLLM, tmp_path: Path) -> None:
     for kind in HEADS:
         drafted = llm.with_drafter(head_of(kind, llm, tmp_path))
@@ -494,6 +497,7 @@ def test_interrupted_texts_leave_nothing_and_streams_run_side_by_side(llm: SpecL
 # --- a drafter that keeps what is stale -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_head_that_reuses_a_prefix_wrongly_is_detected(llm: SpecLLM, tmp_path: Path) -> None:
     drafter = head_of("eagle", llm, tmp_path)
     check_drafter(drafter, llm, rounds=2, draws=0)

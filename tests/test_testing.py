@@ -29,6 +29,7 @@ def draft_model(llm: SpecLLM, kind: type[DraftModel] = DraftModel) -> DraftModel
     return kind(llm.placed.draft_model, target_config=llm.placed.model.config, max_k=7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["draft_model", "prompt_lookup", "early_exit", "lookup_then_model"])
 def test_our_own_drafters_pass(llm: SpecLLM, name: str) -> None:
     check_drafter(llm.with_drafter(name).drafter, llm, rounds=5, draws=1024)
@@ -127,6 +128,7 @@ class Unnormalised(Wrapped):
             return Proposal(tokens, None if q is None else Distribution(2 * q.probs, q.ids))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "word"),
     [
@@ -143,6 +145,7 @@ def test_each_violation_is_named(llm: SpecLLM, broken: type[Wrapped], word: str)
         check_drafter(broken(llm), llm, rounds=4, draws=1024 if broken is Liar else 0)
 
 
+@pytest.mark.slow
 def test_honesty_detects_a_slightly_wrong_distribution(llm: SpecLLM) -> None:
     """A slightly sharpened distribution, which no text would show."""
 
@@ -174,6 +177,7 @@ def test_the_g_test_is_that_of_scipy() -> None:
     assert g_test(torch.tensor([5, 1]), torch.tensor([1.0, 0.0])).p_value == 0
 
 
+@pytest.mark.slow
 def test_a_wrong_accept_rule_is_caught() -> None:
     assert accept_rule_test(draws=20_000).p_value > P_VALUE
 
@@ -198,6 +202,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str]:
     return exit_.value.code, capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_verify_passes_and_exits_0(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
@@ -219,6 +224,7 @@ def test_verify_passes_and_exits_0(
     assert "rejection, accept rule" in names and "rejection, honesty of draft_model" in names
 
 
+@pytest.mark.slow
 def test_verify_names_a_difference_and_exits_1(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
