@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import inspect
 import io
 import os
 import re
@@ -14,6 +14,7 @@ from typing import NoReturn
 from jsonargparse import ArgumentParser, set_parsing_settings
 
 from litspec import __version__
+from litspec.arguments import meant
 from litspec.commands.bench import bench
 from litspec.commands.chat import chat
 from litspec.commands.distill import distill
@@ -46,7 +47,14 @@ class Parser(ArgumentParser):
         if given := re.fullmatch(r"Unrecognized arguments: (.+)", message):
             message = self._unknown(given[1].split())
         elif given := re.match(r"argument COMMAND: invalid choice: '(.+?)'", message):
-            message = f"{given[1]} is no command{_meant(given[1], list(COMMANDS))}"
+            message = f"{given[1]} is not a command{meant(given[1], COMMANDS)}"
+        elif given := re.search(r'Key "(?:(\w+)\.)?(\w+)" is required', message):
+            message = f"{given[1] or 'The command'} needs --{given[2]}"
+        elif given := re.search(r"Subcommand '(\w+)' does not accept nested key '(\w+)'", message):
+            known = inspect.signature(COMMANDS[given[1]]).parameters
+            message = f"The config file has the unknown key {given[2]!r}{meant(given[2], known)}"
+        elif given := re.search(r'Parser key "config": File does not exist: (.+)', message):
+            message = f"config {given[1]} does not exist"
         prog = self.prog.replace(" [options]", "")
         print(f"litspec: {message}{'' if message.endswith(('.', '?')) else '.'} See `{prog} --help`.", file=sys.stderr)
         sys.exit(2)
@@ -56,14 +64,8 @@ class Parser(ArgumentParser):
         known = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
         flags = [word.split("=")[0] for word in words if word.startswith("-")]
         if not flags:
-            return f"nothing takes the words {' '.join(words)}; values stand after flags, quoted if they have spaces"
-        return "; ".join(f"there is no flag {flag}{_meant(flag, known)}" for flag in flags)
-
-
-def _meant(given: str, known: Sequence[str]) -> str:
-    """Asks whether one of these was meant, where one is spelled much like what was given."""
-    close = difflib.get_close_matches(given, known, n=1, cutoff=0.7)
-    return f"; did you mean {close[0]}?" if close else ""
+            return f"unexpected words {' '.join(words)}; a value follows its flag, in quotes if it has spaces"
+        return "; ".join(f"there is no flag {flag}{meant(flag, known)}" for flag in flags)
 
 
 def build_parser() -> ArgumentParser:
@@ -78,7 +80,7 @@ def build_parser() -> ArgumentParser:
     for name, function in COMMANDS.items():
         doc = function.__doc__ or ""
         summary, description = doc.split("\n\n")[0].strip(), doc.split("Args:")[0].strip()
-        command = Parser(description=description, formatter_class=HelpFormatter)
+        command = Parser(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
         command.add_argument("--config", action="config", help="YAML file with values for the flags below.")
         add_flags(command, function)
         subcommands.add_subcommand(name, command, help=summary)

@@ -5,6 +5,7 @@ It imports nothing slow, since `--help` uses it.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import re
@@ -36,6 +37,48 @@ _WORDS: dict[Any, str] = {
     Mapping[str, Any]: "an object",
 }
 _LINE_WIDTH = 120
+# Arguments of vLLM, transformers, llama.cpp and others, and their names here.
+_OTHER_NAMES = {
+    "assistant_model": "draft_dir",
+    "best_of": "num_samples",
+    "device": "accelerator",
+    "do_sample": "temperature",
+    "draft_model": "draft_dir",
+    "dtype": "precision",
+    "greedy": "temperature",
+    "guided_grammar": "grammar",
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "k": "speculative_k",
+    "max_length": "max_new_tokens",
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "model": "checkpoint_dir",
+    "n": "num_samples",
+    "num_assistant_tokens": "speculative_k",
+    "num_return_sequences": "num_samples",
+    "num_speculative_tokens": "speculative_k",
+    "quantization": "quantize",
+    "speculative_model": "draft_dir",
+    "stop_strings": "stop",
+    "system_prompt": "sys_prompt",
+    "tensor_parallel_size": "devices",
+    "torch_dtype": "precision",
+}
+
+
+def meant(given: str, known: Collection[str]) -> str:
+    """Asks whether a known name was meant that other libraries call so, or that is spelled similarly; "" if none.
+
+    Args:
+        given: The unknown name, perhaps with the dashes of a flag.
+        known: The known names, with dashes if `given` has them.
+    """
+    name = given.lstrip("-")
+    dashes = given[: len(given) - len(name)]
+    other = dashes + _OTHER_NAMES.get(name.replace("-", "_"), "")
+    close = [other] if other in known else difflib.get_close_matches(given, list(known), n=1, cutoff=0.7)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def checked(name: str, value: Any, hint: Any, *, none: str = "None") -> Any:
@@ -157,6 +200,10 @@ def spelled_out(
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> R:
+            for name in kwargs:
+                if name not in flat.parameters:
+                    close = meant(name, flat.parameters)
+                    raise TypeError(f"{function.__qualname__}() got an unexpected keyword argument {name!r}{close}")
             given = flat.bind(*args, **kwargs).arguments
             for name, config in configs.items():
                 values = {field.name: own[field.name] for field in offered[name] if field.name in own}

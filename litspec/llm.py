@@ -113,6 +113,9 @@ class Score:
         """exp(-logprob / number of tokens)."""
         return math.exp(-self.logprob / len(self.logprobs))
 
+    def __repr__(self) -> str:
+        return f"Score(text={self.text!r}, logprob={self.logprob:.4f}, perplexity={self.perplexity:.4f})"
+
 
 def text_seed(seed: int, index: int) -> int:
     """The seed of the text with an index: a hash, so that adding a text does not change the others."""

@@ -194,10 +194,13 @@ def check_drafter(
     - Reuse: it drafts the same in a reused slot as in a new one, also if the previous text had the same prefix.
     - Honesty: tokens come from the reported distribution (`honesty`).
 
+    It must propose something in at least one context, else it fails, since nothing could be checked.
+
     Args:
         drafter: The drafter to check.
         llm: A loaded target. Its own drafter is not used.
-        contexts: Token ids that texts begin with; None for random ones, some with repetitions.
+        contexts: Token ids that texts begin with; None for random ones, some with repetitions. Give your own if the
+            drafter needs certain words.
         rounds: Rounds per text.
         draws: Draws per context for the test of the reported distribution; 0 skips the test.
         seed: Seed of all random choices.
@@ -211,6 +214,7 @@ def check_drafter(
         made = [[rng.randrange(ids) for _ in range(rng.randrange(2, 24))] for _ in range(3)]
         contexts = [*made, made[0] * 3, made[1] * 2 + made[2]]
     problems: dict[str, str] = {}  # the first violation of each rule
+    proposed = 0
     for name, sampling in (("greedy", Sampling(temperature=0)), ("sampled", Sampling())):
         texts = []
         for i, context in enumerate(contexts):
@@ -230,6 +234,7 @@ def check_drafter(
                 except InputError as error:
                     problems.setdefault("form", f"Form: {error}")
                     break
+                proposed += len(proposal.tokens)
                 shown = proposal.tokens.clamp(0, ids - 1)[: llm.verify_width - 1]
                 text.commit(Proposal(shown), rng.randint(0, len(shown)), rng.randrange(ids))
                 if text.changed:
@@ -244,6 +249,8 @@ def check_drafter(
                     f"Honesty: at context {i}, {draws} draws do not fit the reported distribution "
                     f"(G = {test.statistic:.1f}, p = {test.p_value:.1e}); report the q that the token was drawn from.",
                 )
+    if not problems and not proposed:
+        problems["nothing"] = "It proposed nothing, so nothing was checked; give contexts in which it proposes."
     if problems:
         raise AssertionError("\n".join(problems.values()))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from checkpoints import write_checkpoint
 
+from litspec import SpecLLM
 from litspec.__main__ import main
 from litspec.benchmark import noise
 from litspec.commands.lines import LogLines, loading
@@ -36,8 +37,14 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["generate", "--promt=hi there"], "there is no flag --promt; did you mean --prompt?"),
         (["verify", "--seeed", "3"], "there is no flag --seeed; did you mean --seed?"),
         (["generate", "--xyzzy", "3"], "there is no flag --xyzzy. See"),
-        (["generate", "hello"], "nothing takes the words hello;"),
-        (["genrate"], "genrate is no command; did you mean generate?"),
+        (["generate", "--max_tokens", "3"], "there is no flag --max_tokens; did you mean --max_new_tokens?"),
+        (["generate", "--num-speculative-tokens=3"], "did you mean --speculative_k?"),
+        (["generate", "--device", "cuda"], "there is no flag --device; did you mean --accelerator?"),
+        (["generate", "--n", "2"], "there is no flag --n; did you mean --num_samples?"),
+        (["generate", "--config", "/nowhere.yaml"], "config '/nowhere.yaml' does not exist."),
+        (["distill"], "distill needs --"),
+        (["generate", "hello"], "unexpected words hello;"),
+        (["genrate"], "genrate is not a command; did you mean generate?"),
         (["generate", "--checkpoint_dir", "/nowhere", "--temperature", "-1"], "temperature must be"),
         (["generate", "--checkpoint_dir", "/nowhere", "--speculative_k", "9"], "speculative_k must be below"),
         (["chat", "--checkpoint_dir", "/nowhere", "--speculative_k", "9"], "speculative_k must be below"),
@@ -47,6 +54,16 @@ def test_a_typo_is_named_before_anything_is_loaded(
     capsys: pytest.CaptureFixture[str], argv: list[str], expected: str
 ) -> None:
     assert expected in said(capsys, *argv)
+
+
+def test_an_unknown_key_of_a_config_file_and_of_python_gets_a_suggestion(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "c.yaml").write_text("max_tokens: 3\n")
+    told = said(capsys, "generate", "--config", str(tmp_path / "c.yaml"))
+    assert "unknown key 'max_tokens'; did you mean max_new_tokens?" in told
+    with pytest.raises(TypeError, match=r"SpecLLM.load\(\) .*'draft_model'; did you mean draft_dir\?"):
+        SpecLLM.load(draft_model="x")
 
 
 def test_a_log_gets_an_estimate_first_then_few_lines_and_the_end(capsys: pytest.CaptureFixture[str]) -> None:

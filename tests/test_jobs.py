@@ -511,7 +511,8 @@ BAD: list[tuple[str, str]] = [
     ('{"text": "x"}', "prompt must be a string, but the line has none"),
     ('{"prompt": 5}', "prompt must be a string, got 5"),
     ('{"prompt": null}', "prompt must be a string, got None"),
-    ('{"prompt": "x", "max_tokens": 5}', "unknown key 'max_tokens'; known keys are id, prompt, sys_prompt"),
+    ('{"prompt": "x", "max_tokens": 5}', "unknown key 'max_tokens'; did you mean max_new_tokens?"),
+    ('{"prompt": "x", "colour": 5}', "unknown key 'colour'; known keys are id, prompt, sys_prompt"),
     ('{"prompt": "x", "speculative_k": 5}', "unknown key 'speculative_k'"),
     ('{"prompt": "x", "max_new_tokens": "5"}', "max_new_tokens must be a whole number, got '5'"),
     ('{"prompt": "x", "max_new_tokens": 5.5}', "max_new_tokens must be a whole number"),
@@ -960,7 +961,7 @@ def test_a_target_cut_across_ranks_resumes_too(real: RealJob, tmp_path: Path) ->
     assert "tensor_parallel (then 2, now 1)" in (tmp_path / "stderr.txt").read_text()
     assert real.run(out, **cut) == [0, 0]
     assert_whole(out, expected)
-    assert f"after {left} of 24 texts" in (tmp_path / "stderr.txt").read_text()
+    assert f"{left} of 24 texts are finished" in (tmp_path / "stderr.txt").read_text()
 
 
 @pytest.mark.slow

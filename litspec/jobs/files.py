@@ -167,7 +167,6 @@ class JobFiles:
             ]
             if changed:
                 log(f"The job was started with {', '.join(changed)}: further texts may differ in rare near-ties.")
-            log(f"Resuming {str(self.out)!r} after {done.lines} of {len(prompts)} texts.")
         else:
             description = {"format": FORMAT, "decides": wanted, "made_with": made_with}
             write_atomically(self.job, (json.dumps(description, indent=2) + "\n").encode())
@@ -342,6 +341,10 @@ class Parts:
 
     def __contains__(self, number: int) -> bool:
         return number in self._where
+
+    def count_from(self, first: int) -> int:
+        """How many texts from a number on are there."""
+        return sum(number >= first for number in self._where)
 
     def refresh(self) -> None:
         """Reads what the ranks have written since the last call."""

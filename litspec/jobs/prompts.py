@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from litspec.arguments import checked, hints_of, shown
+from litspec.arguments import checked, hints_of, meant, shown
 from litspec.config import FOR_TEXTS, GenerateConfig, names_file
 from litspec.errors import InputError
 from litspec.jobs.disk import digest, dump
@@ -164,7 +164,9 @@ class Prompts:
             if name == "prompt":
                 continue
             if name not in OVERRIDES:
-                raise InputError(f"{where}: unknown key {name!r}; known keys are id, prompt, {', '.join(OVERRIDES)}")
+                known = ["id", "prompt", *OVERRIDES]
+                close = meant(name, known) or f"; known keys are {', '.join(known)}"
+                raise InputError(f"{where}: unknown key {name!r}{close}")
             hint = int if name == "seed" else hints[name]  # without a seed the job could not be resumed
             try:
                 if isinstance(value, str) and names_file(name, value):

@@ -142,6 +142,10 @@ def _work(
         batch_size: See `run_job`.
     """
     parts = Parts(files, job)
+    if results is not None and done.begun:
+        parts.refresh()
+        finished = done.lines + parts.count_from(done.lines)
+        log(f"Resuming {str(files.out)!r}: {finished} of {len(prompts)} texts are finished.")
     part: PartFile | None = None
     with Interrupts() as interrupts, Meter(done, len(prompts), shown=results is not None) as meter:
 
