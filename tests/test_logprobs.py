@@ -197,6 +197,7 @@ def test_a_score_is_that_of_one_uncached_forward(llm: SpecLLM, model: torch.nn.M
         loss = torch.nn.functional.cross_entropy(model(torch.tensor([ids]))[0, :-1], torch.tensor(ids[1:]))
     assert score.perplexity == pytest.approx(math.exp(float(loss)), rel=1e-4)
     assert score.logprob == pytest.approx(-float(loss) * (size - 1), rel=1e-4)
+    assert f"perplexity={score.perplexity:.4f})" in repr(score)
 
 
 def test_what_stands_behind_a_prompt_is_scored_from_its_first_token(llm: SpecLLM) -> None:

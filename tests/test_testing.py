@@ -128,6 +128,14 @@ class Unnormalised(Wrapped):
             return Proposal(tokens, None if q is None else Distribution(2 * q.probs, q.ids))
 
 
+class Silent(Wrapped):
+    """Proposes nothing."""
+
+    class Session(Wrapped.Session):
+        def propose(self, token: int, input_pos: int, k: int) -> Proposal:
+            return Proposal(torch.empty(0, dtype=torch.int64))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "word"),
@@ -138,6 +146,7 @@ class Unnormalised(Wrapped):
         (Restless, "Repeated"),
         (Shared, "Rollback"),
         (Unnormalised, "sum to 1"),
+        (Silent, "proposed nothing"),
     ],
 )
 def test_each_violation_is_named(llm: SpecLLM, broken: type[Wrapped], word: str) -> None:
