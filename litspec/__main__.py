@@ -44,6 +44,7 @@ class Parser(ArgumentParser):
             r'^.*?(?:argument --|Parser key "(?:\w+\.)*)(\w+)"?:\s*(?=\1 must be )', "", message, flags=re.S
         )
         message = " ".join(message.split())
+        given: re.Match[str] | None
         if given := re.fullmatch(r"Unrecognized arguments: (.+)", message):
             message = self._unknown(given[1].split())
         elif given := re.match(r"argument COMMAND: invalid choice: '(.+?)'", message):
@@ -55,7 +56,10 @@ class Parser(ArgumentParser):
             message = f"The config file has the unknown key {given[2]!r}{meant(given[2], known)}"
         elif given := re.search(r'Parser key "config": File does not exist: (.+)', message):
             message = f"config {given[1]} does not exist"
+        # jsonargparse reports some errors of a command by the parser of all commands.
         prog = self.prog.replace(" [options]", "")
+        if prog == "litspec" and given and given[1] in COMMANDS:
+            prog += f" {given[1]}"
         print(f"litspec: {message}{'' if message.endswith(('.', '?')) else '.'} See `{prog} --help`.", file=sys.stderr)
         sys.exit(2)
 

@@ -42,6 +42,7 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["generate", "--device", "cuda"], "there is no flag --device; did you mean --accelerator?"),
         (["generate", "--n", "2"], "there is no flag --n; did you mean --num_samples?"),
         (["generate", "--config", "/nowhere.yaml"], "config '/nowhere.yaml' does not exist."),
+        (["distill"], "See `litspec distill --help`."),
         (["distill"], "distill needs --"),
         (["generate", "hello"], "unexpected words hello;"),
         (["genrate"], "genrate is not a command; did you mean generate?"),

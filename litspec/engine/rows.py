@@ -253,7 +253,10 @@ class _Trial:
 
 
 class _Products(TorchDispatchMode):
-    """Records the 16-bit matrix products that run: inputs, outputs, and whether the product is small."""
+    """Records the 16-bit products with weights: inputs, outputs, and whether the product is small.
+
+    Products of attention are batched, and loud values show their differences, see `_Trial`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,7 +264,7 @@ class _Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # The place of the left factor among the arguments; for `linear` the right one is transposed.
-        at = {"mm": 0, "bmm": 0, "linear": 0, "addmm": 1, "baddbmm": 1}.get(func.overloadpacket.__name__)
+        at = {"mm": 0, "linear": 0, "addmm": 1}.get(func.overloadpacket.__name__)
         if at is not None and args[at].dtype in (torch.bfloat16, torch.float16):
             left, right = args[at : at + 2]
             inputs, outputs = right.mT.shape[-2:] if func.overloadpacket.__name__ == "linear" else right.shape[-2:]
