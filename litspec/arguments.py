@@ -40,7 +40,6 @@ _LINE_WIDTH = 120
 # Arguments of vLLM, transformers, llama.cpp and others, and their names here.
 _OTHER_NAMES = {
     "assistant_model": "draft_dir",
-    "best_of": "num_samples",
     "device": "accelerator",
     "do_sample": "temperature",
     "draft_model": "draft_dir",

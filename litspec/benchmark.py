@@ -392,7 +392,9 @@ def measure(
         seed=seed,
     )
 
-    by_row = {f"{head.name} ({Path(folder).name})": (folder, head) for folder, head in heads.items()}
+    last = [Path(folder).name for folder in heads]
+    shown = last if len(set(last)) == len(last) else list(heads)
+    by_row = {f"{head.name} ({name})": (folder, head) for name, (folder, head) in zip(shown, heads.items())}
 
     def make(name: str) -> Drafter:
         if name in by_row:

@@ -468,6 +468,12 @@ def test_heads_are_measured_beside_the_draft_model_and_advised_by_their_folder(
     assert names == ["none", "none", "draft_model", "prompt_lookup", "early_exit", "dflash (a)", "dflash (b)"]
     assert all(run["proposed_per_round"] > 0 for run in report["runs"] if "dflash" in run["drafter"])
     assert {"dflash (a)", "dflash (b)"} <= set(report["parts"]["draft"])
+    # Folders of the same name are told apart by their whole paths.
+    others = [random_dflash(tiny_config(), tmp_path / name / "head", seed=i) for i, name in enumerate("cd")]
+    flags += ["--drafter", "prompt_lookup", "--heads", ",".join(map(str, others))]
+    code, out, err = run(capsys, *flags)
+    names = [run["drafter"] for run in json.loads(out)["runs"]]
+    assert names[-2:] == [f"dflash ({folder})" for folder in others]
 
 
 def test_the_advice_names_the_folder_of_a_head() -> None:
